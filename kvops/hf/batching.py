@@ -165,7 +165,7 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
         why = "evicts in a stage of its own between prompt and decode, which the engine cannot run"
     elif not policy.paged and not isinstance(policy, BudgetPolicy):
         why = "does not support pages, in which the engine keeps keys and values"
-    elif policy.merges:
+    elif policy.merge:
         why = "merges values, but the engine moves tokens by itself; use merge=False"
     elif policy.positions == "slots":
         why = "rotates keys at their slots, before the attention; use positions='original'"

@@ -1,16 +1,14 @@
 """The eviction methods: policies, one-shot functions, and the table of all methods."""
 
 from . import functions, table
-from .base import BudgetPolicy, Compressed, DecodePolicy, KeyPolicy, Policy
+from .base import BudgetPolicy, Compressed, KeyPolicy, Policy
 from .budgets import entropy_budgets, head_budgets
 from .functions import *  # noqa: F403
 from .lacache import lacache_coverage
-from .merging import MergingPolicy
 from .protokv import lsh_projection
 from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
 from .recall_metric import recall
 from .registry import policy
-from .slots import SlotPolicy
 from .snapkv import pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
 from .table import *  # noqa: F403
@@ -20,14 +18,11 @@ __all__ = [
     "BudgetPolicy",
     "CalibratedPolicy",
     "Compressed",
-    "DecodePolicy",
     "KeyPolicy",
-    "MergingPolicy",
     "ObservedPolicy",
     "Policy",
     "QueryPolicy",
     "QueryStatistics",
-    "SlotPolicy",
     "View",
     "WindowPolicy",
     "entropy_budgets",

@@ -31,11 +31,13 @@ from .. import ops
 from ..ops import compact_kv_, gather_kv
 from ..ops.checks import (
     PLAIN,
+    check_bool,
     check_budget,
     check_buffer,
     check_choice,
     check_head_budgets,
     check_holds,
+    check_holds_window,
     check_int,
     check_rank,
     check_recent,
@@ -43,7 +45,8 @@ from ..ops.checks import (
     shown,
 )
 from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
-from .select import all_slots, select_budget, shared_scores
+from .merging import merged_values
+from .select import all_slots, readable_keys, select_budget, shared_scores
 from .view import View
 
 Layout = Literal["bhnd", "bnhd"]
@@ -192,10 +195,19 @@ class Policy:
     from_model: ClassVar[tuple[str, ...]] = ()
     #: The rule uses queries, so the library must compute the attention of each step.
     uses_queries: ClassVar[bool] = False
-    #: "prompt": a cache keeps the whole prompt, and the budget is for the tokens after it (`DecodePolicy`).
+    # Settings that only some policies have, and what their absence means. A policy has one by declaring it as a field.
+    #: The newest tokens that observe and are kept.
+    window: int = 0
+    #: The newest tokens that are kept, see `KeyPolicy`.
+    recent: int | float = 0
+    #: How often caches evict in decode, see `KeyPolicy`. None: never.
+    buffer: int | float | None = None
+    #: "prompt": a cache keeps the whole prompt, and the budget is for the tokens after it, see `KeyPolicy`.
     protect: Protect | None = None
-    #: "slots": tokens take the positions of their slots, without gaps for evicted tokens. Needs the model's `Rope`.
+    #: "slots": tokens take the positions of their slots, without gaps for evicted tokens, see `LaCache`.
     positions: Positions = "original"
+    #: `move` averages evicted values into kept ones, see `KeyDiff`. Engines that move tokens themselves refuse that.
+    merge: bool = False
     #: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
     by_slot: ClassVar[tuple[str, ...]] = ()
     #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
@@ -235,13 +247,10 @@ class Policy:
         """Whether `compress` takes pages: the rule reads K and V only with operators, by `View.block_table`."""
         return False
 
-    @property
-    def merges(self) -> bool:
-        """Whether `move` changes kept values too. Engines that move the kept slots by themselves refuse the policy."""
-        return False
-
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid settings."""
+        check_choice(self.name, "positions", self.positions, POSITIONS)
+        check_bool(self.name, "merge", self.merge)
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         """Raise ValueError if a cache of this layer cannot use this policy."""
@@ -306,9 +315,17 @@ class Policy:
 
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         """Move the kept rows of K and V to new memory, to `out`, or (`IN_PLACE`) to the front of K and V."""
+        merge = self.merge and 0 < indices.shape[2] < view.n
+        if merge:
+            means, several = merged_values(self.name, view, indices)  # before an eviction in place overwrites v
         if out is IN_PLACE:
-            return compact_kv_(view.k, view.v, indices, block_table=view.block_table)
-        return gather_kv(view.k, view.v, indices, block_table=view.block_table, out=out)
+            k, v = compact_kv_(view.k, view.v, indices, block_table=view.block_table)
+        else:
+            k, v = gather_kv(view.k, view.v, indices, block_table=view.block_table, out=out)
+        if merge:
+            kept = readable_keys(self.name, v)
+            v.copy_(torch.where(several & kept.isfinite(), means, kept.float()))
+        return k, v
 
     @one_shot
     def compress(self, k: Tensor, v: Tensor, **call: Unpack[LayerSpans]) -> Compressed:
@@ -477,6 +494,10 @@ class BudgetPolicy(Policy):
     head_mode: HeadMode = "per_head"
 
     def check(self) -> None:
+        super().check()
+        check_recent(self.name, self.recent)
+        check_buffer(self.name, self.buffer)
+        self._check_protect()
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         check_int(self.name, "sinks", self.sinks, 0)
         if isinstance(self.budget, Tensor):
@@ -492,9 +513,26 @@ class BudgetPolicy(Policy):
         if isinstance(self.budget, int):
             self.check_holds(keep, newest)
 
+    def _check_protect(self) -> None:
+        if self.protect is None:
+            return
+        check_choice(self.name, "protect", self.protect, PROTECTS)
+        if not isinstance(self.budget, int):
+            raise ValueError(
+                f"{self.name}: protect='prompt' needs a budget in tokens, an int, got {shown(self.budget)}"
+            )
+        if self.buffer is None:
+            raise ValueError(
+                f"{self.name}: protect='prompt' needs a buffer, an int or a float, because without one a cache keeps "
+                "all new tokens, got None"
+            )
+
     def check_holds(self, keep: int, newest: int) -> None:
         """Raise ValueError if `keep` tokens do not hold the tokens that are always kept."""
-        check_holds(self.name, keep, self.sinks, newest)
+        if self.sinks or not self.window:
+            check_holds(self.name, keep, self.sinks, newest)
+        if self.window:
+            check_holds_window(self.name, keep, newest)
 
     @property
     def heads_alone(self) -> bool:
@@ -511,14 +549,13 @@ class BudgetPolicy(Policy):
         if not isinstance(self.budget, int):
             raise ValueError(f"{self.name}: a PagedCache needs a budget in tokens, an int, got {self.budget}")
         super().check_paged_cache(num_layers, by_head)
+        if by_head and self.buffer is not None:
+            raise ValueError(
+                f"{self.name}: heads that differ in length are evicted only at the end of the prompt, expected "
+                f"buffer=None, got {self.buffer}"
+            )
 
-    def held(self, n: int, prompt: int) -> int:
-        """The whole prompt until its last token; then the budget and every token since."""
-        assert isinstance(self.budget, int)  # as PagedCache checks
-        return n if n < prompt else min(prompt, self.budget) + n - prompt
-
-    def resumed(self, before: int, n: int, prompt: int) -> Policy:
-        return replace(self.protecting(prompt), budget=self.held(n, prompt))
+    # The rule
 
     def scores(self, view: View) -> Tensor:
         """The score of each slot: fp32 [b, Hk, n], or [b, 1, n] for all heads alike.
@@ -529,29 +566,18 @@ class BudgetPolicy(Policy):
 
     def newest(self, keep: int) -> int:
         """How many of the newest tokens are always among the `keep` kept ones."""
-        return 0
+        return self.window or recent_tokens(self.recent, keep)
 
-    def room(self, view: View) -> int:
-        """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
-        keep = budget_tokens(self.budget, view.seen)
-        return max(keep, self.sinks + self.newest(keep))
+    def protected(self, view: View) -> int | float:
+        """The newest tokens that a one-shot call keeps: tokens, or a fraction of each row's or head's budget."""
+        return self.window or self.recent
 
     def select(self, view: View) -> Tensor:
         return self.pick(self.scores(view), view)
 
     def pick(self, scores: Tensor, view: View) -> Tensor:
         """Select the slots to keep in a one-shot call, given the scores."""
-        return self.choose(scores, view, self.budget)
-
-    def full(self, view: View, keep: int) -> bool:
-        """Whether a cache evicts after this step, down to `keep` slots."""
-        return view.n > keep
-
-    def evict(self, view: View) -> Tensor | None:
-        keep = self.room(view)
-        if not self.full(view, keep) or self.whole(view):
-            return None
-        return self.choose(self.scores(view), view, keep)
+        return self.choose(scores, view, self.budget, recent=self.protected(view))
 
     def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
         """Select the slots with the highest scores within `budget`. options: of `select_budget`, such as recent."""
@@ -594,63 +620,28 @@ class BudgetPolicy(Policy):
             budget -= self.sinks
         return head_budgets(scores, budget, newest, starts=starts, lengths=lengths) + self.sinks
 
+    # Caches
 
-@dataclass(frozen=True, eq=False)
-class DecodePolicy(BudgetPolicy):
-    """A budget policy whose cache also evicts in decode.
-
-    Attributes:
-        budget: See `BudgetPolicy`.
-        sinks: See `BudgetPolicy`.
-        head_mode: See `BudgetPolicy`.
-        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
-            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
-            every new token. A step of several tokens is part of a prompt and evicts at once.
-        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
-            the tokens after it. The prompt is what the steps before the first step of a single token append; later
-            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
-    """
-
-    _: KW_ONLY
-    buffer: int | float | None = BUFFER
-    protect: Protect | None = None
-
-    def check(self) -> None:
-        check_buffer(self.name, self.buffer)
-        if self.protect is not None:
-            check_choice(self.name, "protect", self.protect, PROTECTS)
-            if not isinstance(self.budget, int):
-                raise ValueError(
-                    f"{self.name}: protect='prompt' needs a budget in tokens, an int, got {shown(self.budget)}"
-                )
-            if self.buffer is None:
-                raise ValueError(
-                    f"{self.name}: protect='prompt' needs a buffer, an int or a float, because without one a cache "
-                    "keeps all new tokens, got None"
-                )
-        super().check()
-
-    def protecting(self, prompt: int) -> Self:
-        """With protect="prompt": the policy whose first tokens, beyond the budget's own, are the prompt."""
-        if self.protect is None:
-            return self
-        assert isinstance(self.budget, int)  # as `check` checks
-        return replace(
-            self,
-            protect=None,
-            budget=prompt + self.budget,
-            sinks=prompt + self.sinks,
-            buffer=self.buffer_tokens(self.budget),
-            **self.in_tokens(self.budget),
-        )
-
-    def in_tokens(self, keep: int) -> dict[str, Any]:
-        """The settings that may be fractions of the budget, for a budget of `keep` tokens; `buffer` aside."""
-        return {}
+    def room(self, view: View) -> int:
+        """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
+        keep = budget_tokens(self.budget, view.seen)
+        return max(keep, self.sinks + self.newest(keep))
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""
         return view.new > 1
+
+    def full(self, view: View, keep: int) -> bool:
+        """Whether a cache evicts after this step, down to `keep` slots."""
+        if view.n <= keep or self.of_prompt(view):
+            return view.n > keep
+        return self.buffer is not None and view.n >= keep + self.buffer_tokens(keep)
+
+    def evict(self, view: View) -> Tensor | None:
+        keep = self.room(view)
+        if not self.full(view, keep) or self.whole(view):
+            return None
+        return self.choose(self.scores(view), view, keep, recent=self.newest(budget_tokens(self.budget, view.seen)))
 
     def buffer_tokens(self, keep: int) -> int:
         """The buffer of a budget of `keep` tokens."""
@@ -663,47 +654,60 @@ class DecodePolicy(BudgetPolicy):
         more = n - self.budget
         return n if more < (buffer := self.buffer_tokens(self.budget)) else self.budget + more % buffer
 
-    def full(self, view: View, keep: int) -> bool:
-        if view.n <= keep or self.of_prompt(view):
-            return view.n > keep
-        return self.buffer is not None and view.n >= keep + self.buffer_tokens(keep)
-
-    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        super().check_paged_cache(num_layers, by_head)
-        if by_head and self.buffer is not None:
-            raise ValueError(
-                f"{self.name}: heads that differ in length are evicted only at the end of the prompt, expected "
-                f"buffer=None, got {self.buffer}"
-            )
-
     def held(self, n: int, prompt: int) -> int:
         """The whole prompt until its last token; then the budget and the tokens since the buffer was last emptied.
 
         With protect="prompt" also the prompt.
         """
+        assert isinstance(self.budget, int)  # as PagedCache checks
         if self.protect is not None:
             return n if n <= prompt else prompt + self.cached_length(n - prompt)
-        count = super().held(n, prompt)
+        count = n if n < prompt else min(prompt, self.budget) + n - prompt
         return count if self.buffer is None or n <= prompt else self.cached_length(count)
+
+    def protecting(self, prompt: int) -> Self:
+        """With protect="prompt": the policy whose first tokens, beyond the budget's own, are the prompt."""
+        if self.protect is None:
+            return self
+        assert isinstance(self.budget, int)  # as `check` checks
+        settings: dict[str, Any] = dict(
+            protect=None,
+            budget=prompt + self.budget,
+            sinks=prompt + self.sinks,
+            buffer=self.buffer_tokens(self.budget),
+            **self.in_tokens(self.budget),
+        )
+        return replace(self, **settings)
+
+    def in_tokens(self, keep: int) -> dict[str, Any]:
+        """The settings that are fractions of the budget, in tokens of a budget of `keep`; `buffer` aside."""
+        return {"recent": recent_tokens(self.recent, keep)} if isinstance(self.recent, float) else {}
+
+    def resumed(self, before: int, n: int, prompt: int) -> Policy:
+        return replace(self.protecting(prompt), budget=self.held(n, prompt))
 
     @classmethod
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
         """Never more than the budget, in decode too, as in the papers."""
-        return {"budget": budget, "buffer": 1}
+        return {"budget": budget, "buffer": 1} if any(x.name == "buffer" for x in _fields(cls)) else {"budget": budget}
 
 
 @dataclass(frozen=True, eq=False)
-class KeyPolicy(DecodePolicy):
-    """A policy that scores tokens by their keys and values. Subclasses implement `scores`.
+class KeyPolicy(BudgetPolicy):
+    """A policy that scores tokens by their keys and values, and evicts in decode too. Subclasses implement `scores`.
 
     Attributes:
         budget: See `BudgetPolicy`.
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
+            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
+            every new token. A step of several tokens is part of a prompt and evicts at once.
+        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
+            the tokens after it. The prompt is what the steps before the first step of a single token append; later
+            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
             towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
             budgets themselves are computed with this fraction of the mean budget protected in every head.
@@ -712,27 +716,6 @@ class KeyPolicy(DecodePolicy):
     by_head: ClassVar[bool] = True
 
     _: KW_ONLY
+    buffer: int | float | None = BUFFER
+    protect: Protect | None = None
     recent: int | float = 0
-
-    def newest(self, keep: int) -> int:
-        return recent_tokens(self.recent, keep)
-
-    def in_tokens(self, keep: int) -> dict[str, Any]:
-        return {"recent": self.newest(keep)}
-
-    def check(self) -> None:
-        check_recent(self.name, self.recent)
-        super().check()
-
-    def pick(self, scores: Tensor, view: View) -> Tensor:
-        return self.choose(scores, view, self.budget, recent=self.recent)
-
-    def evict(self, view: View) -> Tensor | None:
-        keep = self.room(view)
-        if not self.full(view, keep) or self.whole(view):
-            return None
-        return self.choose(self.scores(view), view, keep, recent=self.protected(view))
-
-    def protected(self, view: View) -> int:
-        """The newest tokens that a cache always keeps."""
-        return self.newest(budget_tokens(self.budget, view.seen))

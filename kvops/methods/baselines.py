@@ -9,26 +9,24 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_int, check_vector, inference_only, shown
-from .base import DecodePolicy, KeyPolicy, Policy
-from .merging import MergingPolicy
+from .base import BUFFER, BudgetPolicy, KeyPolicy, Policy, Positions, Protect
 from .random_numbers import random_integers
 from .select import all_slots, negative_norms
-from .slots import SlotPolicy
 from .view import View
 
 
 @dataclass(frozen=True, eq=False)
-class StreamingLLM(SlotPolicy, DecodePolicy):
+class StreamingLLM(BudgetPolicy):
     """StreamingLLM: keeps the first `sinks` tokens and the newest tokens, `budget` in all.
 
     Attributes:
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1; the
             same for all heads. In a cache a fraction is never less than sinks + 1 tokens.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         sinks: First tokens that are always kept.
-        positions: See `SlotPolicy`. One-shot calls move the keys as they are.
+        positions: See `LaCache`. One-shot calls move the keys as they are.
 
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
@@ -37,6 +35,9 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
 
     _: KW_ONLY
     sinks: int = 4
+    buffer: int | float | None = BUFFER
+    protect: Protect | None = None
+    positions: Positions = "slots"
 
     @property
     def paged(self) -> bool:
@@ -51,7 +52,7 @@ class StreamingLLM(SlotPolicy, DecodePolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class L2(MergingPolicy):
+class L2(KeyPolicy):
     """L2 norm: keeps the keys with the lowest L2 norm, which get the most attention.
 
     ```text
@@ -63,11 +64,11 @@ class L2(MergingPolicy):
         sinks: See `BudgetPolicy`.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
             One-shot calls skip only if `layer` and `num_layers` are given.
-        merge: See `MergingPolicy`; not part of the paper.
+        merge: See `KeyDiff`; not part of the paper.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """
@@ -75,6 +76,7 @@ class L2(MergingPolicy):
     uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
+    merge: bool = False
     skip_layers: tuple[int, ...] = (0, 1)
 
     def check(self) -> None:
@@ -106,8 +108,8 @@ class Random(KeyPolicy):
         sinks: See `BudgetPolicy`.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         seed: The seed of the hash, at least 0.
     """
 

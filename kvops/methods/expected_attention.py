@@ -38,8 +38,8 @@ class ExpectedAttention(CalibratedPolicy):
         sinks: See `BudgetPolicy`. The softmax leaves these tokens out.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         statistics: See `CalibratedPolicy`.
         future: How many next positions the queries are expected at, at most 2^40.
         covariance: If False, only the mean query counts: C is 0.

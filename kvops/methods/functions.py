@@ -25,6 +25,7 @@ from .base import Policy
 from .table import METHODS
 
 #: The policies by the names of their functions.
+BASES = {base.__name__: base for x in METHODS.values() for base in x.policy.__mro__}
 POLICIES = {f"{x.policy.__name__.lower()}_compress": x.policy for x in METHODS.values() if x.policy.budget_settings}
 #: The policies that functions make: their errors name the function.
 CLASSES = {
@@ -160,14 +161,14 @@ def entries(doc: str, section: str) -> dict[str, str]:
 
 @functools.cache
 def setting_texts(cls: type) -> defaultdict[str, str]:
-    """What the docstrings of a policy and its bases say of each setting, with "See `Base`" replaced by that text."""
-    bases, texts = {x.__name__: x for x in cls.__mro__}, defaultdict(str)  # no docstrings with python -OO
+    """What the docstrings of a policy and its bases say of each setting, with "See `Class`" replaced by that text."""
+    texts: defaultdict[str, str] = defaultdict(str)  # no docstrings with python -OO
     for base in reversed(cls.__bases__):
         texts |= setting_texts(base)
     for name, text in entries(inspect.cleandoc(cls.__doc__ or ""), "Attributes").items():
         see = re.match(r"See `(\w+)`", text)
-        if see and see[1] in bases:
-            text = setting_texts(bases[see[1]])[name].rstrip(".") + text[see.end() :]
+        if see and see[1] in BASES:
+            text = setting_texts(BASES[see[1]])[name].rstrip(".") + text[see.end() :]
         texts[name] = text
     return texts
 

@@ -544,9 +544,9 @@ def keydiff_compress(
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
             towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
             budgets themselves are computed with this fraction of the mean budget protected in every head.
-        merge: Merge evicted values. This needs n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of
-            memory per head until it is done. Pages, and engines that move tokens by themselves, are refused; not part
-            of the paper.
+        merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
+            n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
+            Pages, and engines that move tokens by themselves, are refused.
         normalize_anchor: If False, mu is the mean of the keys without normalization.
         metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
         anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
@@ -730,9 +730,9 @@ def l2_compress(
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
             towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
             budgets themselves are computed with this fraction of the mean budget protected in every head.
-        merge: Merge evicted values. This needs n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of
-            memory per head until it is done. Pages, and engines that move tokens by themselves, are refused; not part
-            of the paper.
+        merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
+            n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
+            Pages, and engines that move tokens by themselves, are refused; not part of the paper.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
             One-shot calls skip only if `layer` and `num_layers` are given.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
@@ -804,9 +804,10 @@ def lacache_compress(
             the keys as they are, for keys that are not rotated or keep their original positions.
         out: (k_out, v_out) of the result's shapes to write to.
         layout: "bhnd" (default) or "bnhd"; see `Spans`.
-        positions: "slots", or "original": keys keep the positions at which they were rotated. For "slots" a cache needs
-            the model's rotary embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they
-            are, and the caller rotates them (`kvops.ops.rope_at_slots`).
+        positions: "slots": tokens take the positions of their slots, 0, 1, ..., without gaps for evicted tokens; or
+            "original": keys keep the positions at which they were rotated. For "slots" a cache needs the model's rotary
+            embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they are, and the caller
+            rotates them (`kvops.ops.rope_at_slots`).
         span: See `lacache_plan`. None depends on the task: max(1, round(num_layers / 4)) for "modeling",
             round(num_layers * budget / n) for "understanding". A cache for "understanding" with a budget in tokens
             needs it.
@@ -1043,7 +1044,6 @@ def protokv_compress(
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "mean",
-    buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
     kappa: int = 5,
     num_sats: int = 32,
@@ -1056,6 +1056,7 @@ def protokv_compress(
     score: Literal["softmax", "dot"] = "dot",
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
+    buffer: int | float | None = 128,
     alpha: int = 8,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -1089,9 +1090,6 @@ def protokv_compress(
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
-        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
-            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
-            every new token. A step of several tokens is part of a prompt and evicts at once.
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
@@ -1110,6 +1108,9 @@ def protokv_compress(
         score: "dot", or "softmax" as in `SnapKV`.
         cluster_reduce: "mean" (Algorithm 1) or "sum" (Eq. 11).
         whole_clusters: Never cut a cluster (Eq. 2; one-shot calls only). Fewer tokens than the budget may be kept.
+        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
+            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
+            every new token. A step of several tokens is part of a prompt and evicts at once.
         alpha: The observation window of decode.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
@@ -1134,7 +1135,6 @@ def protokv_compress_(
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "mean",
-    buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
     kappa: int = 5,
     num_sats: int = 32,
@@ -1147,6 +1147,7 @@ def protokv_compress_(
     score: Literal["softmax", "dot"] = "dot",
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
+    buffer: int | float | None = 128,
     alpha: int = 8,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -1398,9 +1399,9 @@ def satkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    kappa: int = 5,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
-    kappa: int = 5,
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """SATKV: keeps the last `window` tokens, and before them the tokens with the highest outlier degrees.
@@ -1424,13 +1425,13 @@ def satkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
             (`kvops.head_budgets`).
+        kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
-        kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 
@@ -1452,9 +1453,9 @@ def satkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    kappa: int = 5,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
-    kappa: int = 5,
     **call: Unpack[LayerSpans],
 ) -> Compressed:
     """`satkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
@@ -1574,9 +1575,10 @@ def streamingllm_compress(
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
-        positions: "slots", or "original": keys keep the positions at which they were rotated. For "slots" a cache needs
-            the model's rotary embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they
-            are, and the caller rotates them (`kvops.ops.rope_at_slots`). One-shot calls move the keys as they are.
+        positions: "slots": tokens take the positions of their slots, 0, 1, ..., without gaps for evicted tokens; or
+            "original": keys keep the positions at which they were rotated. For "slots" a cache needs the model's rotary
+            embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they are, and the caller
+            rotates them (`kvops.ops.rope_at_slots`). One-shot calls move the keys as they are.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
 

@@ -15,16 +15,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import MAX_WINDOW, window_scores
-from ..ops.checks import check_in_prompt, check_lse, check_queries, check_recent
+from ..ops.checks import check_in_prompt, check_lse, check_queries
 from ..ops.window import causal_limits
-from .base import BudgetPolicy, Compressed, DecodePolicy, HeadMode, one_shot
-from .budgets import budget_tokens, recent_tokens
+from .base import BUFFER, Compressed, HeadMode, Protect, one_shot
+from .budgets import budget_tokens
 from .queries import QueryCall, QueryPolicy
 from .view import View
 
 
 @dataclass(frozen=True, eq=False)
-class H2O(DecodePolicy, QueryPolicy):
+class H2O(QueryPolicy):
     """H2O: keeps the newest tokens (half of the budget) and the highest scores among the older ones, per head.
 
     ```text
@@ -43,8 +43,8 @@ class H2O(DecodePolicy, QueryPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`. The paper's buffer is 1.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`. The paper's buffer is 1.
+        protect: See `KeyPolicy`.
         recent: Newest tokens that are always kept: an int, or a fraction in [0, 1) of the budget (float). With
             head_mode="adaptive" as in `KeyPolicy`.
 
@@ -59,18 +59,13 @@ class H2O(DecodePolicy, QueryPolicy):
     croppable: ClassVar[bool] = False
 
     _: KW_ONLY
+    buffer: int | float | None = BUFFER
+    protect: Protect | None = None
     recent: int | float = 0.5
 
     @property
     def paged(self) -> bool:
         return True
-
-    def check(self) -> None:
-        check_recent(self.name, self.recent)
-        super().check()
-
-    def check_holds(self, keep: int, newest: int) -> None:
-        BudgetPolicy.check_holds(self, keep, newest)
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
@@ -93,12 +88,6 @@ class H2O(DecodePolicy, QueryPolicy):
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         return self._by_queries(k, v, q, call)
-
-    def newest(self, keep: int) -> int:
-        return recent_tokens(self.recent, keep)
-
-    def in_tokens(self, keep: int) -> dict[str, Any]:
-        return {"recent": self.newest(keep)}
 
     def rows(self, view: View) -> int:
         return view.new
@@ -131,9 +120,6 @@ class H2O(DecodePolicy, QueryPolicy):
             scores[:, :, :seen] += part[:, :, :seen]
         view.observed = scores
 
-    def pick(self, scores: Tensor, view: View) -> Tensor:
-        return self.choose(scores, view, self.budget, recent=self.recent)
-
     def evict(self, view: View) -> Tensor | None:
         scores, before = view.seen_by_queries, view.state.get("scores")
         if before is not None:
@@ -146,7 +132,7 @@ class H2O(DecodePolicy, QueryPolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class TOVA(DecodePolicy, QueryPolicy):
+class TOVA(QueryPolicy):
     """TOVA: keeps the tokens to which the last query attends most, and its own token; one set for all heads.
 
     ```text
@@ -161,8 +147,8 @@ class TOVA(DecodePolicy, QueryPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`. The paper's is "shared".
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`. The paper's buffer is 1.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`. The paper's buffer is 1.
+        protect: See `KeyPolicy`.
 
     Source: TOVA, Oren et al., 2024.
     """
@@ -174,6 +160,8 @@ class TOVA(DecodePolicy, QueryPolicy):
 
     _: KW_ONLY
     head_mode: HeadMode = "shared"
+    buffer: int | float | None = BUFFER
+    protect: Protect | None = None
 
     @property
     def paged(self) -> bool:

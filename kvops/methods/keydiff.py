@@ -16,7 +16,8 @@ from torch.nn.functional import normalize
 
 from ..ops import anchor_cosine
 from ..ops.checks import check_bool, check_choice, check_int
-from .merging import MergingPolicy
+from .base import KeyPolicy
+from .budgets import budget_tokens
 from .select import readable_keys
 from .view import View
 
@@ -27,7 +28,7 @@ ANCHORS: tuple[Anchor, ...] = get_args(Anchor)
 
 
 @dataclass(frozen=True, eq=False)
-class KeyDiff(MergingPolicy):
+class KeyDiff(KeyPolicy):
     """KeyDiff: keeps the keys that are least similar to the mean key, per head.
 
     ```text
@@ -47,13 +48,15 @@ class KeyDiff(MergingPolicy):
         sinks: See `BudgetPolicy`. The paper protects none.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`. The paper evicts after every token: buffer=1.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`. The paper evicts after every token: buffer=1.
+        protect: See `KeyPolicy`.
         normalize_anchor: If False, mu is the mean of the keys without normalization.
         metric: "cosine"; ablations "dot" (-k_i . mu) and "euclidean" (||k_i - mu||).
         anchor: "mean"; ablations "median" (per channel) and "pairwise" (Eq. 7: minus the mean cosine with every key).
         refresh: Evictions after which a cache recomputes the anchor.
-        merge: See `MergingPolicy`; not part of the paper.
+        merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
+            n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
+            Pages, and engines that move tokens by themselves, are refused.
 
     Source: KeyDiff, Sec. 3, Eq. 7, 8; ablations: Sec. 4.4.
     """
@@ -61,6 +64,7 @@ class KeyDiff(MergingPolicy):
     uses_positions: ClassVar[bool] = False
 
     _: KW_ONLY
+    merge: bool = False
     normalize_anchor: bool = True
     metric: Metric = "cosine"
     anchor: Anchor = "mean"
@@ -105,7 +109,7 @@ class KeyDiff(MergingPolicy):
         scores, anchor = anchor_cosine(
             k, anchor=anchor, normalize_anchor=self.normalize_anchor, starts=pads, return_anchor=True
         )
-        indices = self.choose(scores, view, keep, recent=self.protected(view))
+        indices = self.choose(scores, view, keep, recent=self.newest(budget_tokens(self.budget, view.seen)))
         drift += evicted
         if drift >= self.refresh or evicted > keep:
             anchor, drift = None, 0

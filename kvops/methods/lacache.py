@@ -17,9 +17,8 @@ from ..ops import ladder_compact_, ladder_gather
 from ..ops.checks import check_budget, check_choice, check_holds_ladder, check_int, check_num_layers, plain
 from ..ops.ladder import COMPACTIONS, PATTERNS, Compaction, LadderState, Pattern, lacache_plan, make_ladder
 from ..ops.rope import Rope
-from .base import IN_PLACE, Compressed, Layout, Out, one_shot
+from .base import IN_PLACE, Compressed, Layout, Out, Policy, Positions, one_shot
 from .budgets import budget_tokens
-from .slots import SlotPolicy
 from .view import View
 
 Task = Literal["modeling", "understanding"]
@@ -28,7 +27,7 @@ MOST_COVERED = 1 << 20  # tokens of `lacache_coverage`, which streams them one b
 
 
 @dataclass(frozen=True, eq=False)
-class LaCache(SlotPolicy):
+class LaCache(Policy):
     """LaCache: keeps a ladder of tokens, in the paper's pattern early tokens in early layers, late ones in deep layers.
 
     Which slots a layer keeps depends only on (layer, slot), never on scores (see `lacache_plan`). All layers keep the
@@ -50,7 +49,10 @@ class LaCache(SlotPolicy):
         pattern: See `lacache_plan`.
         compaction: See `lacache_plan`.
         task: "modeling" (language modeling), or "understanding" (a prompt, then a short answer).
-        positions: See `SlotPolicy`.
+        positions: "slots": tokens take the positions of their slots, 0, 1, ..., without gaps for evicted tokens; or
+            "original": keys keep the positions at which they were rotated. For "slots" a cache needs the model's rotary
+            embedding (`kvops.Cache(policy, rope=...)`). Without it the cache moves the keys as they are, and the caller
+            rotates them (`kvops.ops.rope_at_slots`).
 
     Source: LaCache, Sec. 3.2, 3.3, 4.1.
     """
@@ -59,6 +61,7 @@ class LaCache(SlotPolicy):
 
     budget: int | float
     _: KW_ONLY
+    positions: Positions = "slots"
     span: int | None = None
     overlap: int | None = None
     sinks: int | None = None

@@ -1,56 +1,23 @@
-"""Merging on eviction: evicted values are averaged into the kept token with the most similar key."""
+"""Merging on eviction: evicted values are averaged into the kept token with the most similar key.
+
+The kept keys are the prototypes of the evicted ones:
+
+```text
+c(j) = argmax over the kept slots i of cos(k_j, k_i)                      for each evicted token j
+v_i  = mean of v_i and of all v_j with c(j) = i, per channel              for each kept slot i; k_i is unchanged
+```
+
+A value that was merged before counts as one value in the next mean. Values that are not finite are left out.
+"""
 
 from __future__ import annotations
-
-from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops import assign_prototypes, cluster_mean
-from ..ops.checks import check_bool
-from .base import KeyPolicy, Out
 from .select import readable_keys
 from .view import View
-
-
-@dataclass(frozen=True, eq=False)
-class MergingPolicy(KeyPolicy):
-    """A `KeyPolicy` that can merge the values that it evicts into those that it keeps.
-
-    The kept keys are the prototypes of the evicted ones:
-
-    ```text
-    c(j) = argmax over the kept slots i of cos(k_j, k_i)                      for each evicted token j
-    v_i  = mean of v_i and of all v_j with c(j) = i, per channel              for each kept slot i; k_i is unchanged
-    ```
-
-    A value that was merged before counts as one value in the next mean. Values that are not finite are left out.
-
-    Attributes:
-        merge: Merge evicted values. This needs n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of
-            memory per head until it is done. Pages, and engines that move tokens by themselves, are refused.
-    """
-
-    _: KW_ONLY
-    merge: bool = False
-
-    def check(self) -> None:
-        check_bool(self.name, "merge", self.merge)
-        super().check()
-
-    @property
-    def merges(self) -> bool:
-        return self.merge
-
-    def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
-        if not self.merge or indices.shape[2] in (0, view.n):
-            return super().move(view, indices, out)
-        merged, changed = merged_values(self.name, view, indices)  # before an eviction in place overwrites v
-        k, v = super().move(view, indices, out)
-        kept = readable_keys(self.name, v)
-        v.copy_(torch.where(changed & kept.isfinite(), merged, kept.float()))
-        return k, v
 
 
 def merged_values(op: str, view: View, indices: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,9 +29,9 @@ from ..ops.api import (
     outlier_degree,
     select_topk,
 )
-from ..ops.checks import MAX_INT, check_bool, check_choice, check_holds_window, check_int, check_rows_hold, plain
+from ..ops.checks import MAX_INT, check_bool, check_choice, check_int, check_rows_hold, plain
 from ..ops.window import outside_prefix, prefix_lengths
-from .base import DecodePolicy, Policy
+from .base import BudgetPolicy, Policy, Protect
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy
 from .random_numbers import random_integers
@@ -51,7 +51,7 @@ MAX_HASH_BITS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class ProtoKV(DecodePolicy, QueryPolicy):
+class ProtoKV(QueryPolicy):
     """ProtoKV: keeps whole clusters of similar tokens, by the attention of the prompt's last queries.
 
     ```text
@@ -94,8 +94,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         whole_clusters: Never cut a cluster (Eq. 2; one-shot calls only). Fewer tokens than the budget may be kept.
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         alpha: The observation window of decode.
 
     Source: ProtoKV, Sec. 4, Algorithm 1; decode: App. O.
@@ -104,6 +104,7 @@ class ProtoKV(DecodePolicy, QueryPolicy):
     protects_window: ClassVar[bool] = True
     window: int = None  # type: ignore[assignment]  # `check` replaces None
     _: KW_ONLY
+    protect: Protect | None = None
     kappa: int = 5
     num_sats: int = 32
     num_chunks: int | None = None
@@ -168,8 +169,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         return max(1, (self.num_clusters - 1).bit_length()) if self.clusters == "lsh" else self.hash_bits
 
     @property
-    def remembers(self) -> int:
-        return 0 if self.buffer is None else self.alpha
+    def decode_window(self) -> int:
+        return self.alpha
 
     def room(self, view: View) -> int:
         return max(super().room(view), self.alpha)
@@ -181,20 +182,8 @@ class ProtoKV(DecodePolicy, QueryPolicy):
         """Keeps the buffer of the paper's decode, App. O."""
         return {"budget": budget}
 
-    def of_prompt(self, view: View) -> bool:
-        return view.new >= self.window
-
-    def rows(self, view: View) -> int:
-        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
-
-    def rows_remembered(self, view: View) -> int:
-        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.alpha
-
     def resumed(self, before: int, n: int, prompt: int) -> Policy:
         return replace(self.protecting(prompt), budget=self.held(n, prompt), window=self.rows_at(n, prompt))
-
-    def rows_at(self, n: int, prompt: int) -> int:
-        return self.window if n <= prompt else self.remembers
 
     def assign(self, view: View, starts: Tensor | None, prefix: Tensor) -> Tensor:
         """The cluster of each token, int32 [b, Hk, n]; -1 for keys that are not finite and outside of the prefix.
@@ -302,7 +291,7 @@ def shared_ranks(scores: Tensor, assignment: Tensor, cluster_scores: Tensor) -> 
 
 
 @dataclass(frozen=True, eq=False)
-class SATKV(DecodePolicy):
+class SATKV(BudgetPolicy):
     """SATKV: keeps the last `window` tokens, and before them the tokens with the highest outlier degrees.
 
     The degrees (`ops.outlier_degree`) are computed over the tokens before the window alone. SATKV does not use queries.
@@ -316,8 +305,8 @@ class SATKV(DecodePolicy):
         head_mode: See `BudgetPolicy`.
         window: Newest tokens that are always kept.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
 
     Source: ProtoKV, Sec. 4.1, App. H.
     """
@@ -330,6 +319,7 @@ class SATKV(DecodePolicy):
     _: KW_ONLY
     kappa: int = 5
     buffer: int | float | None = 128
+    protect: Protect | None = None
 
     @property
     def paged(self) -> bool:
@@ -342,33 +332,16 @@ class SATKV(DecodePolicy):
             raise ValueError(f"{self.name}: kappa must be at most {MAX_KAPPA}, got {self.kappa}")
         super().check()
 
-    def check_holds(self, keep: int, newest: int) -> None:
-        if self.sinks:
-            super().check_holds(keep, newest)
-        check_holds_window(self.name, keep, newest)
-
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
         check_int(self.name, "window", self.window, 1)
-
-    def newest(self, keep: int) -> int:
-        return self.window
 
     def scores(self, view: View) -> Tensor:
         prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # with pages, lengths are given
         return outlier_degree(view.k, kappa=self.kappa, **{**view.slots, "lengths": prefix})
 
-    def pick(self, scores: Tensor, view: View) -> Tensor:
-        return self.choose(scores, view, self.budget, recent=self.window)
-
     def of_prompt(self, view: View) -> bool:
         return view.new >= self.window
-
-    def evict(self, view: View) -> Tensor | None:
-        keep = self.room(view)
-        if not self.full(view, keep):
-            return None
-        return self.choose(self.scores(view), view, keep, recent=self.window)
 
     @classmethod
     def at_budget(

@@ -15,9 +15,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import Reduce, Score
-from ..ops.checks import check_choice, check_holds_window, check_in_prompt, check_int, check_lse, check_queries
+from ..ops.checks import check_choice, check_in_prompt, check_int, check_lse, check_queries
 from ..ops.window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
-from .base import BudgetPolicy, Compressed, DecodePolicy, LayerSpans, one_shot
+from .base import BUFFER, BudgetPolicy, Compressed, LayerSpans, Protect, one_shot
 from .budgets import Budget, budget_tokens
 from .view import View
 
@@ -69,8 +69,6 @@ class QueryPolicy(BudgetPolicy):
     #: How the rows' scores are reduced to one, and what a row's score is: see `kvops.ops.window_scores`.
     reduce: ClassVar[str] = "sum"
     score = "softmax"
-    #: How many of the last rows observe; their tokens are kept.
-    window = 0
 
     _: KW_ONLY
     group_reduce: Reduce = "mean"
@@ -80,13 +78,11 @@ class QueryPolicy(BudgetPolicy):
         check_choice(self.name, "group_reduce", self.group_reduce, GROUP_REDUCES)
         super().check()
 
-    def check_holds(self, keep: int, newest: int) -> None:
-        if self.sinks:
-            BudgetPolicy.check_holds(self, keep, newest)
-        check_holds_window(self.name, keep, newest)
+    def protected(self, view: View) -> int | float:
+        return view.window if self.window else super().protected(view)
 
-    def newest(self, keep: int) -> int:
-        return self.window
+    def of_prompt(self, view: View) -> bool:
+        return super().of_prompt(view) and view.new >= self.window
 
     @property
     def operator_reduce(self) -> str:
@@ -94,24 +90,29 @@ class QueryPolicy(BudgetPolicy):
         return self.group_reduce
 
     @property
+    def decode_window(self) -> int:
+        """How many of the last queries observe in decode. A cache remembers them."""
+        return 0
+
+    @property
     def remembers(self) -> int:
         """How many of the last queries a cache keeps for later steps."""
-        return 0
+        return 0 if self.buffer is None else self.decode_window
 
     def rows(self, view: View) -> int:
         """How many of the last rows of a cache's step observe. 0 means that nothing is evicted now."""
-        raise NotImplementedError
+        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
 
     def rows_at(self, n: int, prompt: int) -> int:
         """How many of the last rows observe when a request of a `PagedCache` evicts after n tokens.
 
         0 means that all rows of each step observe, and the policy adds up their scores (`by_slot`).
         """
-        return self.window if n <= prompt else 0
+        return self.window if n <= prompt else self.remembers
 
     def rows_remembered(self, view: View) -> int:
         """How many of the remembered rows observe after a step in which no row observes."""
-        return 0
+        return self.remembers if not self.of_prompt(view) and self.full(view, self.room(view)) else 0
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
@@ -174,11 +175,9 @@ class QueryPolicy(BudgetPolicy):
     def scores(self, view: View) -> Tensor:
         return view.seen_by_queries
 
-    def pick(self, scores: Tensor, view: View) -> Tensor:
-        return self.choose(scores, view, self.budget, recent=view.window)
-
     def evict(self, view: View) -> Tensor | None:
-        return self.choose(self.scores(view), view, self.room(view), recent=view.window)
+        newest = view.window if self.window else self.newest(budget_tokens(self.budget, view.seen))
+        return self.choose(self.scores(view), view, self.room(view), recent=newest)
 
 
 def split(call: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None, dict[str, Any]]:
@@ -219,6 +218,9 @@ class WindowPolicy(QueryPolicy):
         check_int(self.name, "window", self.window, self.least_window)
         super().check()
 
+    def of_prompt(self, view: View) -> bool:
+        return view.new >= self.window
+
     @property
     def pool(self) -> Pooling:
         return Pooling(self.kernel_size, self.pooling, self.pool_first, self.group_reduce)
@@ -231,9 +233,6 @@ class WindowPolicy(QueryPolicy):
         outside = outside_prefix(view.seen_by_queries, view.window, view.starts, view.end)
         return self.pool(view.seen_by_queries, view.heads, outside)
 
-    def rows(self, view: View) -> int:
-        return self.window if view.new >= self.window and view.n > self.room(view) else 0
-
     @classmethod
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
@@ -243,7 +242,7 @@ class WindowPolicy(QueryPolicy):
 
 
 @dataclass(frozen=True, eq=False)
-class ObservedPolicy(DecodePolicy, QueryPolicy):
+class ObservedPolicy(QueryPolicy):
     """A policy that evicts in decode too, each time by the last `window` queries.
 
     A prompt, and each chunk or further turn of at least `window` tokens, is compressed by its own last queries. In
@@ -254,8 +253,8 @@ class ObservedPolicy(DecodePolicy, QueryPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         window: How many of the last queries observe; their tokens are kept.
     """
 
@@ -264,25 +263,16 @@ class ObservedPolicy(DecodePolicy, QueryPolicy):
     reduce: ClassVar[str] = "mean"
 
     window: int = 8
+    _: KW_ONLY
+    buffer: int | float | None = BUFFER
+    protect: Protect | None = None
 
     def check(self) -> None:
         check_int(self.name, "window", self.window, 1)
         super().check()
 
     @property
-    def remembers(self) -> int:
-        return 0 if self.buffer is None else self.window
-
-    def of_prompt(self, view: View) -> bool:
-        return view.new >= self.window and view.new > 1
-
-    def rows(self, view: View) -> int:
-        return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
-
-    def rows_remembered(self, view: View) -> int:
-        return 0 if self.of_prompt(view) or not self.full(view, self.room(view)) else self.window
-
-    def rows_at(self, n: int, prompt: int) -> int:
+    def decode_window(self) -> int:
         return self.window
 
 

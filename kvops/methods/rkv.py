@@ -43,8 +43,8 @@ class RKV(ObservedPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`; the released code takes the maximum.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         window: How many of the last queries observe; their tokens are kept.
         kernel_size: The slots over which the importance is pooled by its maximum; odd. 1 does not pool.
         mix: The weight of the importance, lambda in the paper, in [0, 1].

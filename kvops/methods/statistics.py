@@ -284,8 +284,8 @@ class CalibratedPolicy(KeyPolicy):
         sinks: See `BudgetPolicy`.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
     """

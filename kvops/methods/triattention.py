@@ -41,8 +41,8 @@ class TriAttention(CalibratedPolicy):
         sinks: See `BudgetPolicy`. They are always kept, so their scores do not count in the mean and the std.
         recent: See `KeyPolicy`. The authors' engine plugin keeps the newest 128 tokens of a budget of 2048.
         head_mode: See `BudgetPolicy`.
-        buffer: See `DecodePolicy`. The authors evict every 128 tokens.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`. The authors evict every 128 tokens.
+        protect: See `KeyPolicy`.
         statistics: See `CalibratedPolicy`.
         max_offset: The largest future offset D, at most 2^40.
         normalize: If False, the scores of a group's query heads are compared as they are.

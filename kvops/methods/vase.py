@@ -51,8 +51,8 @@ class VaSE(ObservedPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
-        buffer: See `DecodePolicy`.
-        protect: See `DecodePolicy`.
+        buffer: See `KeyPolicy`.
+        protect: See `KeyPolicy`.
         window: How many of the last queries observe; their tokens are kept.
         kernel_size: The slots over which the attention is pooled; odd. 1 does not pool.
         pooling: "avg" or "max"; see `WindowPolicy`.

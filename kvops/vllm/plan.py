@@ -206,7 +206,7 @@ def check(policy: Policy) -> None:
             f"{name}: kvops.vllm counts a request's slots from its tokens, expected a policy that keeps the highest "
             f"scores within a budget, or LagKV, got {policy!r}"
         )
-    if policy.merges:
+    if policy.merge:
         raise ValueError(f"{name}: kvops.vllm moves tokens without merging their values, expected merge=False")
     check_observed("kvops.vllm", policy)
     if policy.positions != "original":

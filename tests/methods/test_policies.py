@@ -67,14 +67,11 @@ SETTINGS = {x.policy: CHOSEN.get(x.policy, dict(budget=20)) for x in kvops.METHO
 POLICIES = {name: x.policy(**{**SETTINGS[x.policy], **x.defaults}) for name, x in kvops.METHODS.items()}
 BASES = (
     kvops.BudgetPolicy,
-    kvops.DecodePolicy,
     kvops.KeyPolicy,
-    kvops.MergingPolicy,
     kvops.CalibratedPolicy,
     kvops.QueryPolicy,
     kvops.WindowPolicy,
     kvops.ObservedPolicy,
-    kvops.SlotPolicy,
 )
 every_class = pytest.mark.parametrize("cls", SETTINGS, ids=lambda x: x.__name__)
 every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
@@ -115,6 +112,14 @@ def test_the_table_names_every_policy_that_is_exported():
     labels = [x.label for x in kvops.METHODS.values()]
     assert len(set(labels)) == len(labels)
     assert all(re.fullmatch(r"[a-z0-9+-]+", name) for name in kvops.METHODS)
+
+
+def test_bases_form_a_chain():
+    """Each class has one base, so what a method inherits can be read from the bottom up."""
+    for cls in SETTINGS:
+        chain = [x for x in cls.__mro__ if issubclass(x, kvops.Policy)]
+        assert all(x.__bases__ == (y,) for x, y in zip(chain, chain[1:])), cls
+        assert chain[-1] is kvops.Policy and set(chain[1:-1]) <= set(BASES) and len(chain) <= 5, cls
 
 
 @pytest.mark.parametrize("name", kvops.METHODS)

@@ -1,7 +1,7 @@
 """protect="prompt": a cache keeps the whole prompt, and the budget is for the tokens after it."""
 
 import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ CHOSEN = [
     kvops.TriAttention(BUDGET, recent=4, statistics=STATISTICS, **OPTIONS),
     kvops.ExpectedAttention(BUDGET, future=8, statistics=STATISTICS, **OPTIONS),
 ]
-DECODE = dict.fromkeys(x.policy for x in kvops.METHODS.values() if issubclass(x.policy, kvops.DecodePolicy))
+DECODE = dict.fromkeys(x.policy for x in kvops.METHODS.values() if "buffer" in {y.name for y in fields(x.policy)})
 OTHERS = [x(BUDGET, **OPTIONS) for x in DECODE if x not in {type(y) for y in CHOSEN}]
 POLICIES = CHOSEN + OTHERS  # every policy that evicts in decode
 every_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)
@@ -60,7 +60,7 @@ def test_the_prompt_stays_and_the_budget_is_for_the_rest(policy, prompt):
         assert (cache.positions[..., :prompt] == first).all()
         most = max(most, len(cache))
     assert most == prompt + BUDGET + 2 and len(cache) < most
-    if not policy.merges:
+    if not policy.merge:
         at = cache.positions[..., None].expand(-1, -1, -1, D)
         assert torch.equal(cache.k, x[1].gather(2, at)) and torch.equal(cache.v, x[2].gather(2, at))
 

@@ -517,6 +517,16 @@ def test_satkv_decode():
     assert len(cache) == 24
 
 
+def test_decode_fills_a_buffer_with_a_window_of_one_too():
+    """A step of one token is decode, although it has as many tokens as the window."""
+    cache = kvops.Cache(kvops.ProtoKV(12, 1, buffer=5, alpha=2, **SMALL))
+    lengths = []
+    for t in (20, *[1] * 10):
+        cache.attend(kit.randn(1, 4, t, 16, seed=t), *kit.kv(1, 2, t, 16, seed=t))
+        lengths.append(len(cache))
+    assert lengths == [12, 13, 14, 15, 16, 12, 13, 14, 15, 16, 12]
+
+
 @pytest.mark.parametrize("make_policy", [kvops.ProtoKV, kvops.SATKV])
 def test_without_a_buffer_decode_keeps_everything(make_policy):
     q, k, v = make_all()
