@@ -464,7 +464,7 @@ class Cache:
         pads = view.starts
         slots = indices.clamp(min=0) if pads is not None else indices
         self._kept = view.positions().gather(2, slots)
-        for name in self.policy.by_slot:
+        for name in self.policy.needs.per_slot:
             view.state[name] = view.state[name].gather(2, slots)
         left = pads
         if pads is not None:  # the kept padding of a row comes first, and all heads keep the same amount of it

@@ -433,7 +433,7 @@ class Step:
         q_rows, k_rows, v_rows = (x.reshape(len(rows.table), -1, *x.shape[2:]) for x in (q, k, v))
         for pages, x in ((k_pages, k_rows), (v_pages, v_rows)):
             pages[rows.page, :, rows.slot] = x[rows.row, :, rows.column]
-        adds_up = bool(policy.by_slot)
+        adds_up = bool(policy.needs.per_slot)
         observe: dict[str, Any] = {"scores": adds_up}
         if adds_up and isinstance(policy, QueryPolicy):
             observe["group_reduce"] = policy.operator_reduce

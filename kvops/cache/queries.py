@@ -147,7 +147,7 @@ def observer(policy: Policy, block_size: int, rings: RingTable) -> Observer | No
     """Return the observer that a policy needs; None if it does not use queries."""
     if not isinstance(policy, QueryPolicy):
         return None
-    if policy.by_slot:
+    if policy.needs.per_slot:
         return AllQueries(policy, block_size)
     return LastQueries(window(policy), rings, policy.rows_at(2, 1) > 0)
 
@@ -164,19 +164,19 @@ def check_observed(who: str, policy: Policy) -> None:
     name = policy.name
     if policy.uses_queries and not isinstance(policy, QueryPolicy):
         raise ValueError(f"{name}: {who} expects a policy that uses queries to be a QueryPolicy, got {policy!r}")
-    if policy.by_slot not in ((), ("scores",)) or (policy.by_slot and not policy.uses_queries):
+    if policy.needs.per_slot not in ((), ("scores",)) or (policy.needs.per_slot and not policy.uses_queries):
         raise ValueError(
-            f"{name}: {who} stores only accumulated query scores per slot, expected by_slot=('scores',) of a policy "
-            f"that uses queries, got {policy.by_slot!r}"
+            f"{name}: {who} stores only accumulated query scores per slot, expected needs.per_slot=('scores',) of a "
+            f"policy that uses queries, got {policy.needs.per_slot!r}"
         )
-    if isinstance(policy, QueryPolicy) and policy.by_slot and policy.group_reduce == "max":
+    if isinstance(policy, QueryPolicy) and policy.needs.per_slot and policy.group_reduce == "max":
         raise ValueError(
             f"{name}: with group_reduce='max' the scores depend on how {who} divides the tokens into steps, expected "
             "'mean' or 'sum', got 'max'"
         )
-    if isinstance(policy, QueryPolicy) and not policy.by_slot and not policy.rows_at(0, 0):
+    if isinstance(policy, QueryPolicy) and not policy.needs.per_slot and not policy.rows_at(0, 0):
         raise ValueError(
-            f"{name}: {who} expects a window of at least one query, or by_slot=('scores',), got {policy!r}"
+            f"{name}: {who} expects a window of at least one query, or needs.per_slot=('scores',), got {policy!r}"
         )
 
 

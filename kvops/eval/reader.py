@@ -152,7 +152,7 @@ class Reader:
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
             logits = self.feed(cache, piece)
-        if policy.staged:
+        if policy.needs.stage:
             from ..hf.generation import run_stages
 
             try:

@@ -226,7 +226,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
                     raise _changed("blocks of [layers, K and V, page, heads, head_dim]", "another order")
         self._rings = EngineRingTable(self._step, self.cache_tensor.device)
         self._observer = observer(self.policy, self.tokens_per_page, self._rings)
-        kinds = dict.fromkeys(self.policy.by_slot, torch.float32)
+        kinds = dict.fromkeys(self.policy.needs.per_slot, torch.float32)
         shape = len(self._k[0]), self.num_key_value_heads, self.tokens_per_page
         self._memories = [LayerMemory(shape, kinds, self.cache_tensor.device) for _ in self.layer_indices]
         self._inputs: AttentionInputs | None = None
@@ -445,7 +445,7 @@ class EvictingAllocator(FullAttentionCacheAllocator):
         """Return a rule's view of a layer: its pages, or a dense copy for rules that do not support pages."""
         k, v = self._k[layer], self._v[layer]
         where: dict[str, Any] = dict(lengths=lengths, layer=layer, num_layers=self.pages_per_block)
-        if rule.paged:
+        if not rule.needs.dense:
             return View(k, v, block_table=table, **where)
         k, v = (dense_rows(x, table) for x in (k, v))
         return View(k, v, **where)

@@ -161,9 +161,9 @@ def _check_model(model: PreTrainedModel, policy: Policy) -> None:
 def _check_served(model: PreTrainedModel, policy: Policy) -> None:
     """Raise for policies that the engine cannot support."""
     layers = model.config.get_text_config().num_hidden_layers
-    if policy.staged:
+    if policy.needs.stage:
         why = "evicts in a stage of its own between prompt and decode, which the engine cannot run"
-    elif not policy.paged and not isinstance(policy, BudgetPolicy):
+    elif policy.needs.dense and not isinstance(policy, BudgetPolicy):
         why = "does not support pages, in which the engine keeps keys and values"
     elif policy.merge:
         why = "merges values, but the engine moves tokens by itself; use merge=False"

@@ -310,7 +310,7 @@ class KVCache(DynamicCache):
                 "which transformers makes by the cache's sizes, got a forward that did not ask for them, as with a "
                 "mask of four dims; pass the model a mask [batch, tokens], or none"
             )
-        if cache.seen and tokens == 1 and cache.policy.staged and not (self.stages or self._staged):
+        if cache.seen and tokens == 1 and cache.policy.needs.stage and not (self.stages or self._staged):
             stage = "lookahead" if isinstance(cache.policy, LAQ) else "repeat"
             raise RuntimeError(
                 f"KVCache: kvops.{cache.policy.name} evicts in its {stage} only, expected one before decode, got a "

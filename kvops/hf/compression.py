@@ -421,7 +421,7 @@ def _generate(block: Compression, function: Callable[..., Any], call: dict[str, 
     with own_attention(model):  # it checks the model; and the block may end before the call does
         _check_settings(model, call)
         cache = block._new_cache()
-        if block.policy.staged:
+        if block.policy.needs.stage:
             cache._staged = True
             processors = call.get("logits_processor") or ()
             call["logits_processor"] = LogitsProcessorList([*processors, Lookahead(model, cache, call)])

@@ -77,7 +77,7 @@ class DraftsAfterPrompt(CandidateGenerator):
 
 def observes_in_decode(policy: Policy) -> bool:
     """Return whether queries after the prompt's may decide what is kept, as far as the policy's class tells."""
-    if policy.staged:
+    if policy.needs.stage:
         return False
     if isinstance(policy, ProtoKV):
         return policy.buffer is not None or policy.window < 2
@@ -106,7 +106,7 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
             "observed; expected a policy that uses the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV "
             f"with buffer=None), or none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
         )
-    if policy.staged and not cache._staged:
+    if policy.needs.stage and not cache._staged:
         raise NotImplementedError(
             f"KVCache: kvops.{policy.name} evicts in a stage of its own, expected kvops.hf.generate or a block of "
             "kvops.hf.compress, got model.generate"

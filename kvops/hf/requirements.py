@@ -14,7 +14,7 @@ from .attention import unwrap
 from .statistics import calibrated
 from .weights import output_weights
 
-#: Where the settings that `Policy.from_model` names come from.
+#: Where the settings that `Needs.model` names come from.
 SOURCES: dict[str, Callable[[Any], Any]] = {"statistics": calibrated, "w_o": output_weights}
 
 
@@ -25,7 +25,7 @@ def for_model(policy: Policy | str, model: nn.Module) -> Policy:
     Settings that are not None stay as they are.
 
     Args:
-        policy: A policy, or its name and settings as for `kvops.policy`. It needs what its `from_model` names: "w_o",
+        policy: A policy, or its name and settings as for `kvops.policy`. It needs what its `needs.model` names: "w_o",
             the weights of the output projection (`output_weights`), or "statistics" of the queries (`query_statistics`
             over a short text that comes with kvops).
         model: A causal language model of transformers.
@@ -34,10 +34,10 @@ def for_model(policy: Policy | str, model: nn.Module) -> Policy:
         ValueError: The model does not have what the policy needs, or the policy needs something else.
     """
     policy = as_policy("for_model", policy)
-    missing = [name for name in policy.from_model if getattr(policy, name) is None]
+    missing = [name for name in policy.needs.model if getattr(policy, name) is None]
     if unknown := [name for name in missing if name not in SOURCES]:
         raise ValueError(
-            f"for_model: {policy.name}.from_model must be of {', '.join(sorted(SOURCES))}, got {unknown[0]!r}; pass "
+            f"for_model: {policy.name}.needs.model must be of {', '.join(sorted(SOURCES))}, got {unknown[0]!r}; pass "
             f"{unknown[0]}= to the policy"
         )
     if not missing:

@@ -1,7 +1,7 @@
 """The eviction methods: policies, one-shot functions, and the table of all methods."""
 
 from . import functions, table
-from .base import BudgetPolicy, Compressed, KeyPolicy, Policy
+from .base import BudgetPolicy, Compressed, KeyPolicy, Needs, Policy
 from .budgets import entropy_budgets, head_budgets
 from .functions import *  # noqa: F403
 from .lacache import lacache_coverage
@@ -19,6 +19,7 @@ __all__ = [
     "CalibratedPolicy",
     "Compressed",
     "KeyPolicy",
+    "Needs",
     "ObservedPolicy",
     "Policy",
     "QueryPolicy",

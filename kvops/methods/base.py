@@ -125,6 +125,25 @@ class LayerSpans(Spans, total=False):
     num_layers: int | None
 
 
+class Needs(NamedTuple):
+    """What a rule needs of a cache or an engine.
+
+    Attributes:
+        dense: K and V as tensors. False: the rule reads them only with operators, by `View.block_table`, so `compress`
+            takes pages.
+        positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
+        per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
+        model: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
+        stage: A stage between prompt and decode, which `kvops.hf` runs. Until then a cache keeps the whole prompt.
+    """
+
+    dense: bool = True
+    positions: bool = True
+    per_slot: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    stage: bool = False
+
+
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
 TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "out"))
 #: What policies call by their own names, and the arguments that they pass on to them by the same name.
@@ -188,11 +207,6 @@ class Policy:
     budget_settings: ClassVar[tuple[str, ...]] = ("budget",)
     #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
     fixed_budget: ClassVar[bool] = True
-    #: Whether the rule calls `View.positions`. Engines then store the position of each kept token. True unless a class
-    #: declares otherwise; a subclass does not inherit the declaration, since its own rule may differ.
-    uses_positions: ClassVar[bool] = True
-    #: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
-    from_model: ClassVar[tuple[str, ...]] = ()
     #: The rule uses queries, so the library must compute the attention of each step.
     uses_queries: ClassVar[bool] = False
     # Settings that only some policies have, and what their absence means. A policy has one by declaring it as a field.
@@ -208,19 +222,16 @@ class Policy:
     positions: Positions = "original"
     #: `move` averages evicted values into kept ones, see `KeyDiff`. Engines that move tokens themselves refuse that.
     merge: bool = False
-    #: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
-    by_slot: ClassVar[tuple[str, ...]] = ()
     #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
     by_head: ClassVar[bool] = False
-    #: A cache keeps the whole prompt until a stage of its own between prompt and decode, which `kvops.hf` runs.
-    staged: ClassVar[bool] = False
     #: The last tokens can be removed again (`Cache.crop`).
     croppable: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name", cls.__name__)
-        cls.uses_positions = cls.__dict__.get("uses_positions", True)
+        if "needs" not in cls.__dict__:  # the subclass' own rule may read positions
+            cls.needs = property(lambda self: super(cls, self).needs._replace(positions=True))  # type: ignore[assignment, method-assign, misc]
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]  # only the __init__ of a dataclass calls this
@@ -228,6 +239,11 @@ class Policy:
             if not isinstance(value, PLAIN):
                 object.__setattr__(self, setting.name, plain(value))
         self.check()
+
+    @property
+    def needs(self) -> Needs:
+        """What the rule needs. Classes declare it as an attribute, or as a property if it depends on settings."""
+        return Needs()
 
     @property
     def uniform_layers(self) -> bool:
@@ -242,11 +258,6 @@ class Policy:
         """
         return False
 
-    @property
-    def paged(self) -> bool:
-        """Whether `compress` takes pages: the rule reads K and V only with operators, by `View.block_table`."""
-        return False
-
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid settings."""
         check_choice(self.name, "positions", self.positions, POSITIONS)
@@ -257,7 +268,7 @@ class Policy:
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
-        if not self.paged:
+        if self.needs.dense:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:
             if not self.by_head:
@@ -390,7 +401,7 @@ class Policy:
             raise TypeError(f"{self.name}: block_table must be a torch.Tensor, got {type(block_table).__name__}")
         if block_table.dim() != 2:
             raise ValueError(f"{self.name}: block_table must be [batch, max_pages], got {list(block_table.shape)}")
-        if not self.paged:
+        if self.needs.dense:
             raise ValueError(f"{self.name}: {self!r} takes no pages, expected dense K and V, got a block_table")
         if lengths is None:
             raise ValueError(f"{self.name}: with a block_table, lengths must be torch.int32 [b], got None")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_int, check_vector, inference_only, shown
-from .base import BUFFER, BudgetPolicy, KeyPolicy, Policy, Positions, Protect
+from .base import BUFFER, BudgetPolicy, KeyPolicy, Needs, Policy, Positions, Protect
 from .random_numbers import random_integers
 from .select import all_slots, negative_norms
 from .view import View
@@ -31,17 +31,13 @@ class StreamingLLM(BudgetPolicy):
     Source: "Efficient Streaming Language Models with Attention Sinks", Xiao et al., 2023.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(dense=False, positions=False)
 
     _: KW_ONLY
     sinks: int = 4
     buffer: int | float | None = BUFFER
     protect: Protect | None = None
     positions: Positions = "slots"
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def newest(self, keep: int) -> int:
         return int(isinstance(self.budget, float))
@@ -73,7 +69,7 @@ class L2(KeyPolicy):
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(positions=False)
 
     _: KW_ONLY
     merge: bool = False
@@ -113,16 +109,14 @@ class Random(KeyPolicy):
         seed: The seed of the hash, at least 0.
     """
 
+    needs = Needs(dense=False)
+
     _: KW_ONLY
     seed: int = 0
 
     @property
     def heads_alone(self) -> bool:
         return False  # a head's numbers depend on its index among the heads of the tensor
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         check_int(self.name, "seed", self.seed, 0)
@@ -137,14 +131,11 @@ class Random(KeyPolicy):
 class Full(Policy):
     """The full cache: keeps everything."""
 
+    needs = Needs(dense=False, positions=False)
     budget_settings: ClassVar[tuple[str, ...]] = ()
 
     @property
     def heads_alone(self) -> bool:
-        return True
-
-    @property
-    def paged(self) -> bool:
         return True
 
     def select(self, view: View) -> Tensor:

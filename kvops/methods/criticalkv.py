@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from ..ops import select_topk, value_norm
 from ..ops.checks import check_finite
 from ..ops.window import outside_prefix
+from .base import Needs
 from .budgets import Budget, fraction_of, row_budgets
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
@@ -64,19 +65,13 @@ class CriticalKV(WindowPolicy):
     Source: CriticalKV, Feng et al., 2025.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False, model=("w_o",))
     by_head: ClassVar[bool] = True
-    from_model: ClassVar[tuple[str, ...]] = ("w_o",)
 
     _: KW_ONLY
     w_o: Tensor | Sequence[Tensor] | None = field(default=None, repr=False)
     first_stage_ratio: float = 0.5
     epsilon: float = 1e-4
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         if isinstance(self.w_o, (list, tuple)):

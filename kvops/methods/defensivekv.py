@@ -15,6 +15,7 @@ from torch import Tensor
 from ..ops.api import Reduce
 from ..ops.checks import check_finite
 from ..ops.window import outside_prefix
+from .base import Needs
 from .queries import WindowPolicy
 from .view import View
 
@@ -50,8 +51,7 @@ class DefensiveKV(WindowPolicy):
     Source: DefensiveKV, Feng et al., 2025, and its released code.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False)
     by_head: ClassVar[bool] = True
     reduce: ClassVar[str] = "max"
 
@@ -59,10 +59,6 @@ class DefensiveKV(WindowPolicy):
     kernel_size: int = 5
     group_reduce: Reduce = "max"
     prior: float = 1.0
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         check_finite(self.name, "prior", self.prior, 0)

@@ -7,13 +7,13 @@ al., 2025, and NVIDIA's kvpress. Decisions: docs/methods/expectedattention.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..ops import quadratic_scores
 from ..ops.checks import check_bool, check_finite, check_int
+from .base import Needs
 from .select import readable_keys
 from .statistics import FARTHEST, CalibratedPolicy, mean_rotation, turned
 from .view import View
@@ -49,8 +49,6 @@ class ExpectedAttention(CalibratedPolicy):
     Source: Expected Attention, Devoto et al., 2025; code: kvpress, expected_attention_press.py.
     """
 
-    uses_positions: ClassVar[bool] = False
-
     _: KW_ONLY
     sinks: int = 4
     future: int = 512
@@ -58,16 +56,16 @@ class ExpectedAttention(CalibratedPolicy):
     value_norm: bool = True
     epsilon: float = 0.0
 
+    @property
+    def needs(self) -> Needs:
+        return Needs(dense=self.value_norm, positions=False, model=("statistics",))  # the norms are computed in torch
+
     def check(self) -> None:
         check_int(self.name, "future", self.future, 1, FARTHEST)
         check_bool(self.name, "covariance", self.covariance)
         check_bool(self.name, "value_norm", self.value_norm)
         check_finite(self.name, "epsilon", self.epsilon, 0)
         super().check()
-
-    @property
-    def paged(self) -> bool:
-        return not self.value_norm  # the norms are computed in torch
 
     def scores(self, view: View) -> Tensor:
         logits = self.logits(view)

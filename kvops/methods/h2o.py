@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..ops.api import MAX_WINDOW, window_scores
 from ..ops.checks import check_in_prompt, check_lse, check_queries
 from ..ops.window import causal_limits
-from .base import BUFFER, Compressed, HeadMode, Protect, one_shot
+from .base import BUFFER, Compressed, HeadMode, Needs, Protect, one_shot
 from .budgets import budget_tokens
 from .queries import QueryCall, QueryPolicy
 from .view import View
@@ -51,21 +51,15 @@ class H2O(QueryPolicy):
     Source: H2O, Zhang et al., 2023.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False, per_slot=("scores",))
     by_head: ClassVar[bool] = True
     argument: ClassVar[str] = "q"
-    by_slot: ClassVar[tuple[str, ...]] = ("scores",)
     croppable: ClassVar[bool] = False
 
     _: KW_ONLY
     buffer: int | float | None = BUFFER
     protect: Protect | None = None
     recent: int | float = 0.5
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries are no option
@@ -153,8 +147,7 @@ class TOVA(QueryPolicy):
     Source: TOVA, Oren et al., 2024.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False)
     argument: ClassVar[str] = "q_last"
     window = 1
 
@@ -162,10 +155,6 @@ class TOVA(QueryPolicy):
     head_mode: HeadMode = "shared"
     buffer: int | float | None = BUFFER
     protect: Protect | None = None
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries are no option

@@ -8,7 +8,7 @@ docs/methods/keydiff.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn.functional import normalize
 
 from ..ops import anchor_cosine
 from ..ops.checks import check_bool, check_choice, check_int
-from .base import KeyPolicy
+from .base import KeyPolicy, Needs
 from .budgets import budget_tokens
 from .select import readable_keys
 from .view import View
@@ -61,14 +61,16 @@ class KeyDiff(KeyPolicy):
     Source: KeyDiff, Sec. 3, Eq. 7, 8; ablations: Sec. 4.4.
     """
 
-    uses_positions: ClassVar[bool] = False
-
     _: KW_ONLY
     merge: bool = False
     normalize_anchor: bool = True
     metric: Metric = "cosine"
     anchor: Anchor = "mean"
     refresh: int = 1024
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(dense=self.ablation or self.merge, positions=False)
 
     def check(self) -> None:
         check_bool(self.name, "normalize_anchor", self.normalize_anchor)
@@ -84,10 +86,6 @@ class KeyDiff(KeyPolicy):
     @property
     def ablation(self) -> bool:
         return self.metric != "cosine" or self.anchor != "mean"
-
-    @property
-    def paged(self) -> bool:
-        return not self.ablation and not self.merge
 
     def scores(self, view: View) -> Tensor:
         if self.ablation:

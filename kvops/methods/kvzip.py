@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 from ..ops.api import Reduce
 from ..ops.checks import check_int, check_queries, check_token_ids
 from ..ops.window import summed_scores
-from .base import Compressed, LayerSpans, one_shot
+from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import budget_tokens
 from .queries import Logits, QueryPolicy
 from .view import View
@@ -66,10 +66,9 @@ class KVzip(QueryPolicy):
     Source: KVzip, Kim et al., 2025.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(positions=False, stage=True)
     argument: ClassVar[str] = "q_repeat"
     reduce: ClassVar[str] = "max"
-    staged: ClassVar[bool] = True
 
     _: KW_ONLY
     sinks: int = 4

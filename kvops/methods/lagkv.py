@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops import lag_score, select_topk
 from ..ops.checks import check_choice, check_finite, check_int
 from ..ops.lag import kept_length, kept_within, num_segments
-from .base import HEAD_MODES, HeadMode, Policy
+from .base import HEAD_MODES, HeadMode, Needs, Policy
 from .budgets import fraction_of
 from .select import all_slots, negative_norms, places, shared_scores
 from .view import View
@@ -67,8 +67,6 @@ class LagKV(Policy):
     Source: LagKV, Sec. 2.2, Eq. 5-10; LocalKV and L2 norm: App. A.2.
     """
 
-    uses_positions: ClassVar[bool] = False
-
     budget_settings: ClassVar[tuple[str, ...]] = ("lag", "ratio")
     function_names: ClassVar[Mapping[str, str]] = {"lag": "L", "ratio": "r"}  # the paper's
 
@@ -86,6 +84,10 @@ class LagKV(Policy):
     @property
     def heads_alone(self) -> bool:
         return self.head_mode == "per_head"
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(dense=self.score != "std", positions=False)
 
     def check(self) -> None:
         names = self.function_names if self.of_function else {}
@@ -114,10 +116,6 @@ class LagKV(Policy):
     @property
     def uniform_layers(self) -> bool:
         return self.score != "l2"
-
-    @property
-    def paged(self) -> bool:
-        return self.score == "std"
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         if self.head_mode == "adaptive":

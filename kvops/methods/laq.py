@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from ..ops.checks import check_bool, check_in_prompt, check_int, check_lse, check_queries, check_token_ids
 from ..ops.window import causal_limits
-from .base import Compressed, Policy, one_shot
+from .base import Compressed, Needs, Policy, one_shot
 from .budgets import budget_tokens
 from .queries import QueryCall, WindowPolicy, split
 from .registry import METHODS, Entry, as_policy, table_name
@@ -67,7 +67,7 @@ class LAQ(WindowPolicy):
     Source: LAQ, Sec. 4, Eq. 4; LAQ++: Eq. 5.
     """
 
-    staged: ClassVar[bool] = True
+    needs = Needs(dense=False, positions=False, stage=True)
     argument: ClassVar[str] = "q_lookahead"
     least_window: ClassVar[int] = 0
 
@@ -81,10 +81,6 @@ class LAQ(WindowPolicy):
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         raise ValueError(f"LAQ: a PagedCache cannot draft answers, expected another policy, got {self!r}")
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         check_int(self.name, "steps", self.steps, 1, 1 << 16)

@@ -31,7 +31,7 @@ from ..ops.api import (
 )
 from ..ops.checks import MAX_INT, check_bool, check_choice, check_int, check_rows_hold, plain
 from ..ops.window import outside_prefix, prefix_lengths
-from .base import BudgetPolicy, Policy, Protect
+from .base import BudgetPolicy, Needs, Policy, Protect
 from .budgets import Budget, row_budgets
 from .queries import QueryPolicy
 from .random_numbers import random_integers
@@ -101,6 +101,7 @@ class ProtoKV(QueryPolicy):
     Source: ProtoKV, Sec. 4, Algorithm 1; decode: App. O.
     """
 
+    needs = Needs(dense=False, positions=False)
     protects_window: ClassVar[bool] = True
     window: int = None  # type: ignore[assignment]  # `check` replaces None
     _: KW_ONLY
@@ -118,10 +119,6 @@ class ProtoKV(QueryPolicy):
     whole_clusters: bool = False
     buffer: int | float | None = 128
     alpha: int = 8
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         if self.window is None:
@@ -311,8 +308,7 @@ class SATKV(BudgetPolicy):
     Source: ProtoKV, Sec. 4.1, App. H.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False)
     by_head: ClassVar[bool] = True
 
     window: int = 32
@@ -320,10 +316,6 @@ class SATKV(BudgetPolicy):
     kappa: int = 5
     buffer: int | float | None = 128
     protect: Protect | None = None
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         check_int(self.name, "window", self.window, 0)

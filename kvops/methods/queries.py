@@ -106,7 +106,7 @@ class QueryPolicy(BudgetPolicy):
     def rows_at(self, n: int, prompt: int) -> int:
         """How many of the last rows observe when a request of a `PagedCache` evicts after n tokens.
 
-        0 means that all rows of each step observe, and the policy adds up their scores (`by_slot`).
+        0 means that all rows of each step observe, and the policy adds up their scores (`Needs.per_slot`).
         """
         return self.window if n <= prompt else self.remembers
 

@@ -10,7 +10,7 @@ Decisions: docs/methods/rkv.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops.api import Reduce, key_similarity
 from ..ops.checks import check_finite
 from ..ops.window import Pooling, outside_prefix
+from .base import Needs
 from .queries import ObservedPolicy
 from .view import View
 
@@ -53,7 +54,7 @@ class RKV(ObservedPolicy):
     Source: R-KV, Cai et al., 2025.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(dense=False, positions=False)
 
     _: KW_ONLY
     buffer: int | float | None = 128
@@ -61,10 +62,6 @@ class RKV(ObservedPolicy):
     kernel_size: int = 7
     mix: float = 0.1
     threshold: float = 0.5
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         Pooling(self.kernel_size).check(self.name)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..ops.checks import check_budget, check_holds_window, check_int, check_num_layers, plain
+from .base import Needs
 from .budgets import budget_tokens, row_budgets
 from .queries import WindowPolicy
 from .select import places, shared_scores
@@ -54,13 +55,8 @@ class SnapKV(WindowPolicy):
     Source: SnapKV, Li et al., 2024.
     """
 
-    uses_positions: ClassVar[bool] = False
-
+    needs = Needs(dense=False, positions=False)
     by_head: ClassVar[bool] = True
-
-    @property
-    def paged(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +81,9 @@ class PyramidKV(WindowPolicy):
     Source: PyramidKV, Cai et al., 2024.
     """
 
+    needs = Needs(dense=False, positions=False)
     by_head: ClassVar[bool] = True
     fixed_budget: ClassVar[bool] = False
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
@@ -160,7 +153,7 @@ class ChunkKV(WindowPolicy):
     Source: ChunkKV, Liu et al., 2025.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(dense=False, positions=False)
 
     _: KW_ONLY
     chunk: int = 20
@@ -169,10 +162,6 @@ class ChunkKV(WindowPolicy):
     @property
     def heads_alone(self) -> bool:
         return False
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def check(self) -> None:
         check_int(self.name, "chunk", self.chunk, 1)

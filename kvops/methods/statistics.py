@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..ops import rope_at_slots
 from ..ops.checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops.rope import Rope
-from .base import KeyPolicy
+from .base import KeyPolicy, Needs
 from .view import View
 
 FORMAT = "kvops query statistics 1"
@@ -290,10 +290,12 @@ class CalibratedPolicy(KeyPolicy):
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
     """
 
-    from_model: ClassVar[tuple[str, ...]] = ("statistics",)
-
     _: KW_ONLY
     statistics: QueryStatistics | str | None = None
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(model=("statistics",))
 
     def check(self) -> None:
         if not isinstance(self.statistics, (QueryStatistics, str, Path, type(None))):

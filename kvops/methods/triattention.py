@@ -7,13 +7,14 @@ and its code, WeianMao/triattention. Decisions: docs/methods/triattention.md.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops import trig_scores
 from ..ops.checks import check_bool, check_int
+from .base import Needs
 from .statistics import FARTHEST, CalibratedPolicy, pairs_of, trig_centers
 from .view import View
 
@@ -50,7 +51,7 @@ class TriAttention(CalibratedPolicy):
     Source: TriAttention, Mao et al., 2026; code: `methods/pruning_utils.py`, `methods/triattention.py`.
     """
 
-    uses_positions: ClassVar[bool] = False
+    needs = Needs(dense=False, positions=False, model=("statistics",))
 
     _: KW_ONLY
     recent: int | float = 128
@@ -69,10 +70,6 @@ class TriAttention(CalibratedPolicy):
     ) -> dict[str, Any]:
         """At most half of the budget for the newest tokens."""
         return {"budget": budget, "buffer": 1, "recent": min(128, budget // 2)}
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     def scores(self, view: View) -> Tensor:
         of = self.of_layer(view)

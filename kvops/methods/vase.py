@@ -18,6 +18,7 @@ from torch import Tensor
 from ..ops import select_topk
 from ..ops.checks import check_int, check_recent, inference_only
 from ..ops.window import Pool, Pooling, outside_prefix, prefix_lengths
+from .base import Needs
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
@@ -63,6 +64,8 @@ class VaSE(ObservedPolicy):
     Source: VaSE, Chang et al., 2026.
     """
 
+    needs = Needs(dense=False)
+
     window: int = 64
     _: KW_ONLY
     sinks: int = 4
@@ -75,10 +78,6 @@ class VaSE(ObservedPolicy):
     @property
     def heads_alone(self) -> bool:
         return False  # a head's numbers depend on its index among the heads of the tensor
-
-    @property
-    def paged(self) -> bool:
-        return True
 
     @property
     def pool(self) -> Pooling:

@@ -78,8 +78,8 @@ class Plan:
     @property
     def kinds(self) -> dict[str, torch.dtype]:
         """The values stored per slot, with dtypes: token positions if the rule reads them, and the policy's own."""
-        positions = {"positions": torch.int32} if self.policy.uses_positions else {}
-        return positions | dict.fromkeys(self.policy.by_slot, torch.float32)
+        positions = {"positions": torch.int32} if self.policy.needs.positions else {}
+        return positions | dict.fromkeys(self.policy.needs.per_slot, torch.float32)
 
     def freed(self, n: int, prompt: int) -> int:
         """Return how many blocks have been freed of a request after n tokens, `prompt` of them its prompt."""
@@ -168,7 +168,7 @@ def why_not_shared(schedule: Schedule) -> str | None:
     """Return why requests with this schedule cannot share the blocks of their prompts, or None if they can."""
     if schedule.block is not None:
         return f"evict={schedule.evict} evicts from a prompt before its end"
-    if schedule.policy.by_slot:
+    if schedule.policy.needs.per_slot:
         return f"{schedule.policy.name} adds up the scores of all queries, which a shared prefix does not compute again"
     return None
 
@@ -196,7 +196,7 @@ def check(policy: Policy) -> None:
     """Raise for a policy that vLLM's pages cannot serve."""
     check_policy("kvops.vllm", policy)
     name = policy.name
-    if policy.staged:
+    if policy.needs.stage:
         raise ValueError(
             f"{name}: kvops.vllm does not support it, because vLLM runs no stage of its own before an eviction, got "
             f"{policy!r}; use another policy, such as SnapKV"

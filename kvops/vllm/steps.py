@@ -197,7 +197,7 @@ class Eviction:
 
     def _view(self, k: Tensor, v: Tensor, table: Tensor) -> View:
         """Return the rule's input: the pages, or a copy of their rows if the rule does not support pages."""
-        if self.rule.paged:
+        if not self.rule.needs.dense:
             return View(k, v, lengths=self.lengths, block_table=table)
         k, v = (dense_rows(x, table) for x in (k, v))
         return View(k, v, lengths=self.lengths)

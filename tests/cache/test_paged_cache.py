@@ -432,7 +432,7 @@ def test_heads_of_different_length(policy, dtype):
                 continue
             for layer in range(LAYERS):
                 q, k, v = (y[None, :, : cache.seen(x)] for y in texts[x].layers[layer])
-                queries = [q] if policy.by_slot else [q[:, :, -5:]] if isinstance(policy, QueryPolicy) else []
+                queries = [q] if policy.needs.per_slot else [q[:, :, -5:]] if isinstance(policy, QueryPolicy) else []
                 kept = policy.compress(k, v, *queries, layer=layer, num_layers=LAYERS).indices[0]
                 for head, row in enumerate(kept):
                     assert torch.equal(cache.positions(x, layer, head), row[row >= 0].int())

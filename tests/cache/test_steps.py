@@ -107,7 +107,7 @@ class ByHead(Alone):
     def evict(self, memory, rule, layer) -> None:
         k, v = memory["k"], memory["v"]
         view = View(k, v, seen=self.seen, new=self.seen, layer=layer, num_layers=LAYERS)
-        if rule.by_slot:
+        if rule.needs.per_slot:
             view.observed = memory["scores"]
         elif isinstance(rule, QueryPolicy):
             rule.observe(view, memory["q"][:, :, -rule.rows_at(self.seen, self.prompt) :], None, {})

@@ -578,7 +578,7 @@ class Observing(kvops.QueryPolicy):
     apart: the operator scores each query head, and the policy sums over the heads.
     """
 
-    by_slot = ("sums",)
+    needs = kvops.Needs(per_slot=("sums",))
 
     window: int = 4
     score: str = "softmax"

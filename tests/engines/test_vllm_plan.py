@@ -118,7 +118,7 @@ def test_who_shares_prefixes(policy, evict, why):
 
 
 class SumsOfKeys(kvops.KeyDiff):
-    by_slot = ("sums",)
+    needs = kvops.Needs(per_slot=("sums",))
 
 
 class NoRows(kvops.QueryPolicy):
@@ -143,7 +143,7 @@ class LooksAtQueries(kvops.KeyDiff):
         (kvops.ProtoKV(64, whole_clusters=True), ("ProtoKV", "whole_clusters=False")),
         (kvops.SnapKV(0.5), ("SnapKV", "budget in tokens", "0.5")),
         (kvops.SnapKV(64, head_mode="adaptive"), ("SnapKV", "same number of tokens")),
-        (SumsOfKeys(64), ("SumsOfKeys", "by_slot", "'sums'")),
+        (SumsOfKeys(64), ("SumsOfKeys", "per_slot", "'sums'")),
         (NoRows(64), ("NoRows", "at least one query")),
         (LooksAtQueries(64), ("LooksAtQueries", "QueryPolicy")),
         (kvops.KeyDiff(0.5), ("KeyDiff", "budget in tokens", "0.5")),

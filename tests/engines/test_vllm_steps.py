@@ -126,13 +126,13 @@ def dense(plan: Plan, layer: int, row: int, ends: list[int], dtype: torch.dtype)
         position = torch.cat((position, torch.arange(before, n).expand(1, HEADS, -1)), 2)
         sums = torch.nn.functional.pad(sums, (0, new))
         view = View(*slots[None].split(D, -1), seen=n, new=new, layer=layer, num_layers=LAYERS, kept=position)
-        if plan.policy.by_slot:
+        if plan.policy.needs.per_slot:
             visible = slots.shape[1] - new + 1 + torch.arange(new, dtype=torch.int32)
             sums += plan.policy.summed(q[None, before:n].transpose(1, 2), view, visible, None, None, logits)
             view.observed = sums.clone()
         if (keep := plan.schedule.held(n, PROMPTS[row])) < slots.shape[1]:
             rule = plan.schedule.rule(before, n, PROMPTS[row])
-            if rule.uses_queries and not rule.by_slot:
+            if rule.uses_queries and not rule.needs.per_slot:
                 window = rule.rows_at(n, PROMPTS[row])
                 rule.observe(view, q[None, n - window : n].transpose(1, 2), None, logits)
             kept = rule.select(view)
@@ -159,7 +159,7 @@ WANTED = [[200, 140], [320, 141], [321, 290], [370, 290], [400, 372], [450, 372]
 @pytest.mark.parametrize(
     "block, shared, policy",
     [(block, False, x) for block in (None, 72) for x in POLICIES]
-    + [(None, True, x) for x in POLICIES if not x.by_slot],
+    + [(None, True, x) for x in POLICIES if not x.needs.per_slot],
     ids=lambda x: getattr(x, "name", str(x)),
 )
 def test_what_stays_in_each_layout(order, policy, block, shared):

@@ -97,7 +97,7 @@ def how(name, model, policy):
 @pytest.mark.parametrize("kind", ["lookup", "assistant"])
 @pytest.mark.parametrize("method", PROMPT_ONLY)
 def test_the_text_of_greedy_decoding(method, kind, name):
-    if PROMPT_ONLY[method].staged and name == "cache":
+    if PROMPT_ONLY[method].needs.stage and name == "cache":
         pytest.skip("LAQ and KVzip evict in kvops.hf.generate and in a block")
     model, ids, policy = make_model(**EOS), repetitive(), PROMPT_ONLY[method]
     options = dict(max_new_tokens=24, do_sample=False, return_dict_in_generate=True)

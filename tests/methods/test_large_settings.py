@@ -64,7 +64,7 @@ def compress(cls, given, **spans) -> None:
 
 def stream(cls, given) -> None:
     policy, (q, k, v) = cls(**given), inputs()
-    if policy.staged or isinstance(policy, kvops.LAQ):
+    if policy.needs.stage or isinstance(policy, kvops.LAQ):
         return
     cache = (AttendingCache if policy.uses_queries else kvops.Cache)(policy, layer=1, num_layers=4)
     for first, end in ((0, 50), (50, 51), (51, 60)):

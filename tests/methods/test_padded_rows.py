@@ -26,7 +26,9 @@ ONE_SHOT = {name: x for name, x in (POLICIES | FRACTIONS).items() if not isinsta
 #: LAQ and KVzip evict in a stage of their own (test_hf_compress.py, test_kvzip.py). With `fixed_budget`, all rows of a
 #: cache have equally many slots, so a fraction counts the columns of the batch (docs/methods.md, "Limits").
 CACHED = {
-    name: x for name, x in (POLICIES | FRACTIONS).items() if not x.staged and not (name in FRACTIONS and x.fixed_budget)
+    name: x
+    for name, x in (POLICIES | FRACTIONS).items()
+    if not x.needs.stage and not (name in FRACTIONS and x.fixed_budget)
 }
 
 

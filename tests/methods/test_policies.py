@@ -230,8 +230,9 @@ def test_a_rule_that_reads_positions_declares_it(policy, monkeypatch):
     queries, options = call_of(policy, q)
     policy.compress(k, v, *queries, **options)
     assert bool(reads) == isinstance(policy, (kvops.Random, kvops.VaSE))
-    assert policy.uses_positions or not reads
-    assert type("Mine", (type(policy),), {}).uses_positions, "a subclass may read them"
+    assert policy.needs.positions or not reads
+    mine = type("Mine", (type(policy),), {})(**{x.name: getattr(policy, x.name) for x in fields(policy)})
+    assert mine.needs == policy.needs._replace(positions=True), "a subclass may read them"
 
 
 @every_policy

@@ -374,7 +374,7 @@ REFUSE_PAGES = [
 ]
 CHOSEN = {type(x) for x in (*POLICIES, *REFUSE_PAGES)}
 for _policy in [x.policy(20) for x in kvops.METHODS.values() if x.policy not in CHOSEN]:
-    (POLICIES if _policy.paged else REFUSE_PAGES).append(_policy)
+    (REFUSE_PAGES if _policy.needs.dense else POLICIES).append(_policy)
 
 
 def queries_of(policy: kvops.Policy, b: int, heads: int, n: int, d: int) -> dict[str, Tensor]:
@@ -385,7 +385,7 @@ def queries_of(policy: kvops.Policy, b: int, heads: int, n: int, d: int) -> dict
 
 
 def test_policies_say_whether_they_take_pages():
-    assert all(x.paged for x in POLICIES) and not any(x.paged for x in REFUSE_PAGES)
+    assert not any(x.needs.dense for x in POLICIES) and all(x.needs.dense for x in REFUSE_PAGES)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)

@@ -150,7 +150,7 @@ class Synthetic(Task):
         n = caches.k.shape[3]
         block = self.settings.block
         policy = rule.policy(budget, n, self.settings.layers, streaming=bool(block))
-        if policy.from_model:
+        if policy.needs.model:
             raise Unreachable(
                 f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
             )
