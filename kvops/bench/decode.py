@@ -22,7 +22,21 @@ from torch import Tensor
 from .. import Cache, Rope, ops
 from ..cache.base import Storage
 from ..commands import Parser
-from ..methods import H2O, L2, SATKV, TOVA, Full, KeyDiff, LaCache, LagKV, Policy, ProtoKV, SnapKV, StreamingLLM
+from ..methods import (
+    H2O,
+    L2,
+    SATKV,
+    TOVA,
+    Full,
+    KeyDiff,
+    LaCache,
+    LagKV,
+    Policy,
+    ProtoKV,
+    QueryPolicy,
+    SnapKV,
+    StreamingLLM,
+)
 from .columns import aligned
 from .record import Refused, check_target, origin, write
 
@@ -61,7 +75,7 @@ def filled(
     cache = Cache(policy, layer=LAYERS // 2, num_layers=LAYERS, rope=rope, storage=storage)
     tokens = 2 * m if name == "LagKV" else m  # LagKV keeps a fraction of the tokens
     k, v = token(1, tokens), token(1, tokens)
-    if policy.uses_queries or rope is not None:
+    if isinstance(policy, QueryPolicy) or rope is not None:
         cache.attend(token(GROUP, tokens), k, v)
     else:  # the prompt's attention does not matter
         cache.append(k, v)

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.base import Policy
 from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..methods.view import View
 from ..ops.api import MAX_WINDOW, window_attention
 from ..ops.flash_attention import attention
-from ..ops.rope import Rope
 from ..ops.window import causal_limits, summed_scores
 from .base import Cache, check_step
 
 
-class AttendingCache(Cache):
+class AttendingCache(Cache, kind="queries"):
     """A cache for policies that score keys by the attention of queries.
 
     `append` only stores. `attention` computes the step's attention, which yields the scores of its last rows as a
@@ -36,10 +34,6 @@ class AttendingCache(Cache):
     policy: QueryPolicy
     _protecting: QueryPolicy | None
     _tensors = (*Cache._tensors, "_queries")
-
-    @classmethod
-    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        return isinstance(policy, QueryPolicy)
 
     def reset(self) -> None:
         super().reset()
@@ -175,14 +169,10 @@ class AttendingCache(Cache):
         return out, summed_scores(q[:, :, last], k, limits[last], known, prefix, score=self.policy.score, **reductions)
 
 
-class LookaheadCache(AttendingCache):
+class LookaheadCache(AttendingCache, kind="draft"):
     """LAQ's cache. It keeps the whole prompt until `evict`, which uses the queries of a `draft`; see `kvops.LAQ`."""
 
     policy: LAQ
-
-    @classmethod
-    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        return isinstance(policy, LAQ)
 
     def draft(self) -> Cache:
         """Return stage 1's cache: the prompt tokens that `stage1` keeps. It remembers the queries of its further steps.
@@ -251,15 +241,11 @@ class LookaheadCache(AttendingCache):
         draft.reset()
 
 
-class RepeatingCache(AttendingCache):
+class RepeatingCache(AttendingCache, kind="repeat"):
     """KVzip's cache. It keeps the whole prompt until `evict`, which follows the passes; see `kvops.KVzip`."""
 
     policy: KVzip
     _tensors = (*AttendingCache._tensors, "_scores")
-
-    @classmethod
-    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        return isinstance(policy, KVzip)
 
     def reset(self) -> None:
         super().reset()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..methods.base import IN_PLACE, Out, Policy
+from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import View
 from ..ops.checks import check_choice, check_int, inference_only
@@ -79,22 +80,20 @@ class Cache:
 
     #: Attributes, besides `state`, that hold tensors whose first dim is the batch.
     _tensors: ClassVar[tuple[str, ...]] = ("pads", "queries", "_padding", "_kept")
-    #: All subclasses. `Cache(policy)` instantiates the last one that serves the policy.
-    _kinds: ClassVar[list[type[Cache]]] = []
+    #: The subclass for each kind of policy: what it observes with, its stage, or "slots" with a rope.
+    _kinds: ClassVar[dict[str, type[Cache]]] = {}
 
-    def __init_subclass__(cls) -> None:
-        Cache._kinds.append(cls)
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:
+            Cache._kinds[kind] = cls
 
     def __new__(cls, policy: Policy | str | None = None, *, rope: Rope | None = None, **options: Any) -> Cache:
         if cls is not Cache or policy is None:  # None: `copy` and `pickle`
             return object.__new__(cls)
-        kinds = [x for x in Cache._kinds if x.serves(as_policy("Cache", policy), rope)]
-        return object.__new__(kinds[-1] if kinds else cls)
-
-    @classmethod
-    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        """Return whether this class implements the cache that the policy needs."""
-        return True
+        policy = as_policy("Cache", policy)
+        queries = "queries" if isinstance(policy, QueryPolicy) else None
+        kind = policy.needs.stage or queries or ("slots" if isinstance(rope, Rope) else "")
+        return object.__new__(Cache._kinds.get(kind, cls))
 
     def __init__(
         self,
@@ -114,12 +113,12 @@ class Cache:
         check_choice("Cache", "storage", storage, STORAGES)
         if not (rope is None or isinstance(rope, Rope)):
             raise TypeError(f"Cache: rope must be a kvops.Rope, got {type(rope).__name__}")
-        slots = policy.positions == "slots" and not policy.uses_queries
+        slots = policy.positions == "slots" and not isinstance(policy, QueryPolicy)
         if rope is not None and not (slots and attend_before_compress):
             raise ValueError(
                 f"Cache: rope= needs a policy with positions='slots', and attend_before_compress=True, got {policy!r}"
             )
-        if policy.uses_queries and not attend_before_compress:
+        if isinstance(policy, QueryPolicy) and not attend_before_compress:
             raise ValueError(
                 f"Cache: {policy.name} evicts by a step's queries, which needs attend_before_compress=True, got False"
             )

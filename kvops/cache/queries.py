@@ -161,20 +161,20 @@ def window(policy: Policy) -> int:
 
 def check_observed(who: str, policy: Policy) -> None:
     """Raise ValueError for a policy that no observer supports. who: the integration that error messages name."""
-    name = policy.name
-    if policy.uses_queries and not isinstance(policy, QueryPolicy):
-        raise ValueError(f"{name}: {who} expects a policy that uses queries to be a QueryPolicy, got {policy!r}")
-    if policy.needs.per_slot not in ((), ("scores",)) or (policy.needs.per_slot and not policy.uses_queries):
+    name, per_slot = policy.name, policy.needs.per_slot
+    if per_slot and not (isinstance(policy, QueryPolicy) and per_slot == ("scores",)):
         raise ValueError(
             f"{name}: {who} stores only accumulated query scores per slot, expected needs.per_slot=('scores',) of a "
-            f"policy that uses queries, got {policy.needs.per_slot!r}"
+            f"QueryPolicy, got {per_slot!r}"
         )
-    if isinstance(policy, QueryPolicy) and policy.needs.per_slot and policy.group_reduce == "max":
+    if not isinstance(policy, QueryPolicy):
+        return
+    if per_slot and policy.group_reduce == "max":
         raise ValueError(
             f"{name}: with group_reduce='max' the scores depend on how {who} divides the tokens into steps, expected "
             "'mean' or 'sum', got 'max'"
         )
-    if isinstance(policy, QueryPolicy) and not policy.needs.per_slot and not policy.rows_at(0, 0):
+    if not per_slot and not policy.rows_at(0, 0):
         raise ValueError(
             f"{name}: {who} expects a window of at least one query, or needs.per_slot=('scores',), got {policy!r}"
         )

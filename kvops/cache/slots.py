@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.base import Out, Policy
+from ..methods.base import Out
 from ..ops import rope_at_slots, window_attention
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope, Tables
@@ -18,7 +18,7 @@ from .base import Cache, Eviction, check_step, check_tokens
 DECODE_ROWS = 16
 
 
-class SlotCache(Cache):
+class SlotCache(Cache, kind="slots"):
     """A cache whose tokens take the positions of their slots: 0, 1, ..., without gaps for evicted ones; see `Cache`.
 
     `attention` must follow each `append`: `append` only passes the new tokens on, and `attention` rotates, stores and
@@ -26,10 +26,6 @@ class SlotCache(Cache):
     """
 
     rope: Rope
-
-    @classmethod
-    def serves(cls, policy: Policy | None, rope: Rope | None) -> bool:
-        return isinstance(rope, Rope)
 
     def reset(self) -> None:
         super().reset()

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
-from ..methods import LAQ, Policy
+from ..methods import LAQ, Policy, QueryPolicy
 from ..methods.registry import as_policy
 from ..ops.rope import Rope
 from . import architectures
@@ -473,7 +473,7 @@ def _readers(config: PreTrainedConfig, layer: int) -> int:
 def _check_stock_attention(policy: Policy, pads: Tensor | None) -> None:
     """Raise for policies that the attention of transformers and its masks cannot support. pads: int32 [b], or None."""
     padded = pads is not None and bool(pads.any())
-    if policy.uses_queries:
+    if isinstance(policy, QueryPolicy):
         why = "uses queries, which the attention of transformers does not pass to a cache"
     elif policy.positions == "slots":
         why = "rotates keys and queries at their slots before the attention (unless positions='original')"

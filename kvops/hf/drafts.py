@@ -32,7 +32,7 @@ from transformers.generation.candidate_generator import (
 
 from ..cache import Cache
 from ..methods import Policy, ProtoKV
-from ..methods.queries import WindowPolicy
+from ..methods.queries import QueryPolicy, WindowPolicy
 from .arguments import given_cache
 from .cache import KVCache
 from .patches import wraps
@@ -83,7 +83,7 @@ def observes_in_decode(policy: Policy) -> bool:
         return policy.buffer is not None or policy.window < 2
     if isinstance(policy, WindowPolicy):
         return policy.window < 2  # one token of decode fills a window of one
-    return policy.uses_queries or not policy.croppable
+    return isinstance(policy, QueryPolicy) or not policy.croppable
 
 
 @wraps("_get_candidate_generator")

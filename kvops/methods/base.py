@@ -134,14 +134,15 @@ class Needs(NamedTuple):
         positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
         per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
         model: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
-        stage: A stage between prompt and decode, which `kvops.hf` runs. Until then a cache keeps the whole prompt.
+        stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" as in `LAQ`, or "repeat" as in `KVzip`.
+            Until then a cache keeps the whole prompt.
     """
 
     dense: bool = True
     positions: bool = True
     per_slot: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
-    stage: bool = False
+    stage: Literal["draft", "repeat"] | None = None
 
 
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
@@ -207,8 +208,6 @@ class Policy:
     budget_settings: ClassVar[tuple[str, ...]] = ("budget",)
     #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
     fixed_budget: ClassVar[bool] = True
-    #: The rule uses queries, so the library must compute the attention of each step.
-    uses_queries: ClassVar[bool] = False
     # Settings that only some policies have, and what their absence means. A policy has one by declaring it as a field.
     #: The newest tokens that observe and are kept.
     window: int = 0

@@ -66,7 +66,7 @@ class KVzip(QueryPolicy):
     Source: KVzip, Kim et al., 2025.
     """
 
-    needs = Needs(positions=False, stage=True)
+    needs = Needs(positions=False, stage="repeat")
     argument: ClassVar[str] = "q_repeat"
     reduce: ClassVar[str] = "max"
 

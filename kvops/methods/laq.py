@@ -67,7 +67,7 @@ class LAQ(WindowPolicy):
     Source: LAQ, Sec. 4, Eq. 4; LAQ++: Eq. 5.
     """
 
-    needs = Needs(dense=False, positions=False, stage=True)
+    needs = Needs(dense=False, positions=False, stage="draft")
     argument: ClassVar[str] = "q_lookahead"
     least_window: ClassVar[int] = 0
 

@@ -60,7 +60,6 @@ class QueryPolicy(BudgetPolicy):
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
     """
 
-    uses_queries: ClassVar[bool] = True
     argument: ClassVar[str] = "q_window"
     #: The tokens of the observing rows are always kept, so the rule does not need their scores.
     protects_window: ClassVar[bool] = False

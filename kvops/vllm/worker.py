@@ -251,7 +251,7 @@ def between_steps(config: VllmConfig) -> bool:
     assert schedule is not None
     specs = [x.get_kv_cache_spec(config) for x in get_layers_from_vllm_config(config, AttentionLayerBase).values()]
     groups = [KVCacheGroupSpec([], spec) for spec in specs if spec is not None]
-    return not schedule.policy.uses_queries and not KVCacheConfig(0, [], groups).needs_kv_cache_zeroing
+    return not isinstance(schedule.policy, QueryPolicy) and not KVCacheConfig(0, [], groups).needs_kv_cache_zeroing
 
 
 def refuse(setting: str, expected: object, got: object) -> NoReturn:

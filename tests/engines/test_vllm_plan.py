@@ -125,10 +125,6 @@ class NoRows(kvops.QueryPolicy):
     pass
 
 
-class LooksAtQueries(kvops.KeyDiff):
-    uses_queries = True
-
-
 @pytest.mark.parametrize(
     "policy, parts",
     [
@@ -145,7 +141,6 @@ class LooksAtQueries(kvops.KeyDiff):
         (kvops.SnapKV(64, head_mode="adaptive"), ("SnapKV", "same number of tokens")),
         (SumsOfKeys(64), ("SumsOfKeys", "per_slot", "'sums'")),
         (NoRows(64), ("NoRows", "at least one query")),
-        (LooksAtQueries(64), ("LooksAtQueries", "QueryPolicy")),
         (kvops.KeyDiff(0.5), ("KeyDiff", "budget in tokens", "0.5")),
         (kvops.KeyDiff(64, head_mode="adaptive"), ("KeyDiff", "same number of tokens")),
         (kvops.LagKV(64, head_mode="adaptive"), ("LagKV", "same number of tokens")),

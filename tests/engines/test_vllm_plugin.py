@@ -138,7 +138,7 @@ def run_reference(policy: kvops.Policy, ids: list[int], tokens: int, folder=MODE
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     policy = for_model(policy, model)
-    if policy.uses_queries:
+    if isinstance(policy, kvops.QueryPolicy):
         use_attention(model)
     cache, out = KVCache(model.config, policy), []
     with torch.inference_mode():

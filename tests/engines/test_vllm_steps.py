@@ -132,7 +132,7 @@ def dense(plan: Plan, layer: int, row: int, ends: list[int], dtype: torch.dtype)
             view.observed = sums.clone()
         if (keep := plan.schedule.held(n, PROMPTS[row])) < slots.shape[1]:
             rule = plan.schedule.rule(before, n, PROMPTS[row])
-            if rule.uses_queries and not rule.needs.per_slot:
+            if isinstance(rule, kvops.QueryPolicy) and not rule.needs.per_slot:
                 window = rule.rows_at(n, PROMPTS[row])
                 rule.observe(view, q[None, n - window : n].transpose(1, 2), None, logits)
             kept = rule.select(view)

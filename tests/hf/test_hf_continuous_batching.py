@@ -131,7 +131,7 @@ def assert_whole(allocator) -> None:
 @torch.no_grad()
 def alone(model, policy, prompt, tokens, block=None):
     """Return the request's text with a KVCache, which gets the prompt in one step, or in blocks."""
-    if policy.uses_queries:
+    if isinstance(policy, kvops.QueryPolicy):
         model = kvops.hf.use_attention(copy.deepcopy(model))
     cache, text = KVCache(model.config, policy), []
     steps = torch.tensor([prompt]).split(block or len(prompt), 1)

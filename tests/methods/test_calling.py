@@ -43,7 +43,10 @@ SETTINGS = {
     "triattention": dict(budget=24, statistics=STATISTICS, recent=4),
 }
 CALLS = {  # name: (whether it takes queries, settings)
-    name.removesuffix("_compress"): (cls.uses_queries, SETTINGS.get(name.removesuffix("_compress"), dict(budget=24)))
+    name.removesuffix("_compress"): (
+        issubclass(cls, kvops.QueryPolicy),
+        SETTINGS.get(name.removesuffix("_compress"), dict(budget=24)),
+    )
     for name, cls in functions.POLICIES.items()
 }
 

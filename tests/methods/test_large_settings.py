@@ -66,10 +66,10 @@ def stream(cls, given) -> None:
     policy, (q, k, v) = cls(**given), inputs()
     if policy.needs.stage or isinstance(policy, kvops.LAQ):
         return
-    cache = (AttendingCache if policy.uses_queries else kvops.Cache)(policy, layer=1, num_layers=4)
+    cache = (AttendingCache if isinstance(policy, kvops.QueryPolicy) else kvops.Cache)(policy, layer=1, num_layers=4)
     for first, end in ((0, 50), (50, 51), (51, 60)):
         step = cache.append(k[:, :, first:end], v[:, :, first:end])
-        if policy.uses_queries:
+        if isinstance(policy, kvops.QueryPolicy):
             cache.attention(q[:, :, first:end], *step)
 
 

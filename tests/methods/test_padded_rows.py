@@ -44,7 +44,9 @@ def queries(policy: kvops.Policy, q: torch.Tensor, n: int) -> tuple[tuple, dict]
     if isinstance(policy, kvops.LAQ):
         window = dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
         return (q[:, :, -5:] + 1,), window
-    return ((q if isinstance(policy, kvops.H2O) else q[:, :, -policy.window :],) if policy.uses_queries else ()), {}
+    if not isinstance(policy, kvops.QueryPolicy):
+        return (), {}
+    return (q if isinstance(policy, kvops.H2O) else q[:, :, -policy.window :],), {}
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

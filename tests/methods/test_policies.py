@@ -100,7 +100,7 @@ def call_of(policy, q):
     layer = dict(layer=1, num_layers=4) if isinstance(policy, by_layer) else {}
     if isinstance(policy, kvops.H2O):
         return (q,), layer
-    return ((q[:, :, -policy.window :],) if policy.uses_queries else ()), layer
+    return ((q[:, :, -policy.window :],) if isinstance(policy, kvops.QueryPolicy) else ()), layer
 
 
 # The table
@@ -423,7 +423,7 @@ def observed(policy, q, k, v, spans):
     view, (queries, options) = kvops.View(k, v, **spans), call_of(policy, q)
     if isinstance(policy, kvops.LAQ):
         policy.observe_draft(view, options.get("q_window"), *queries, None, None, {})
-    elif policy.uses_queries:
+    elif isinstance(policy, kvops.QueryPolicy):
         policy.observe(view, *queries, None, {})
     return view
 
@@ -446,7 +446,8 @@ def best(scores, first, end, budget, sinks, newest):
 
 def protected(policy, view, budget):
     """Return how many newest tokens are always kept within a head's budget."""
-    return view.window if policy.uses_queries and not isinstance(policy, kvops.H2O) else policy.newest(budget)
+    observed = isinstance(policy, kvops.QueryPolicy) and not isinstance(policy, kvops.H2O)
+    return view.window if observed else policy.newest(budget)
 
 
 def kept(result):
