@@ -31,7 +31,7 @@ from kvops import analysis
 from kvops.bench.record import write
 from kvops.demo import passkeys
 from kvops.eval.labels import label_ends
-from kvops.eval.reader import Cut, Reader, caches
+from kvops.eval.reader import Prefill, Reader, caches
 from kvops.ops import outlier_degree, select_topk
 
 EDGES = np.arange(-4, 8.01, 0.25)  # of the histogram
@@ -95,7 +95,7 @@ def look(reader: Reader, ids: Tensor, tokens: int, secret: slice | None, seed: i
     return found
 
 
-def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) -> np.ndarray:
+def dropped(reader: Reader, prompt: Prefill, said: Tensor, layers: list, seed: int) -> np.ndarray:
     """Return the fraction of the answer's tokens still predicted, each after the correct ones before it: [rules,
     drops].
 
@@ -113,8 +113,8 @@ def dropped(reader: Reader, prompt: Cut, said: Tensor, layers: list, seed: int) 
     shares = []
     for by_layer, sinks in zip(scores.values(), (0, SKIP, 0, 0)):
         for drop in DROPS:
-            cut = passkeys.keep(prompt, [select_topk(-x, k=n - drop, sinks=sinks) for x in by_layer])
-            logits = reader.model(said[:, n:-1], past_key_values=cut.cache).logits
+            prefill = passkeys.keep(prompt, [select_topk(-x, k=n - drop, sinks=sinks) for x in by_layer])
+            logits = reader.model(said[:, n:-1], past_key_values=prefill.cache).logits
             shares.append((logits.argmax(-1) == said[:, n + 1 :]).float().mean().item())
     return np.array(shares).reshape(len(RULES), len(DROPS))
 

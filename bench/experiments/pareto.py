@@ -26,7 +26,7 @@ import kvops
 from kvops.bench.record import write
 from kvops.demo import passkeys
 from kvops.eval.labels import SEVEN, label_ends
-from kvops.eval.reader import Cut, Reader
+from kvops.eval.reader import Prefill, Reader
 
 SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
@@ -61,7 +61,7 @@ def random_slots(n: int, count: int, generator: np.random.Generator) -> np.ndarr
 
 
 @torch.inference_mode()
-def perplexity(reader: Reader, whole: Cut, pattern: list[Tensor] | None, ids: Tensor) -> float:
+def perplexity(reader: Reader, whole: Prefill, pattern: list[Tensor] | None, ids: Tensor) -> float:
     """Return the perplexity of the tokens ids[:, 1:], [b, t], after the read text, cut to the pattern."""
     logits = reader.model(ids[:, :-1], past_key_values=passkeys.keep(whole, pattern).cache).logits
     return float(F.cross_entropy(logits.mT.float(), ids[:, 1:]).exp())

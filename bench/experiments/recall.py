@@ -39,9 +39,9 @@ def run(context: int, digits: int, budget: int, prompts: int) -> dict[str, np.nd
         held, w = caches(whole.cache), min(32, budget // 2)
         snapkv = [kvops.snapkv_compress(x.k, x.v, x.last_queries[:, :, -w:], budget).indices for x in held]
         seen = {}
-        for name, cut in (("answer", passkeys.keep(whole)), ("draft", passkeys.keep(whole, snapkv))):
-            reader.answer(cut, None, digits, stops=False)
-            seen[name] = [x.last_queries for x in caches(cut.cache)]
+        for name, prefill in (("answer", passkeys.keep(whole)), ("draft", passkeys.keep(whole, snapkv))):
+            reader.answer(prefill, None, digits, stops=False)
+            seen[name] = [x.last_queries for x in caches(prefill.cache)]
         for name, queries in seen.items():
             found[name].append(by_position(queries, seen["answer"], [x.k for x in held], budget))
     return {name: np.concatenate(x) for name, x in found.items()}

@@ -38,7 +38,7 @@ except ImportError as error:
 
 from kvops.eval.__main__ import arguments, make_parser, measure
 from kvops.eval.methods import METHODS, Unreachable
-from kvops.eval.reader import Cut, Reader
+from kvops.eval.reader import Prefill, Reader
 from kvops.eval.specs import Refused
 from kvops.eval.tasks import TASKS, AnswerTask
 
@@ -121,7 +121,7 @@ class KVPressReader(Reader):
         return model
 
     @torch.inference_mode()
-    def cut(self, prompts: np.ndarray, rule: Press, budget: int | None) -> Cut:
+    def prefill(self, prompts: np.ndarray, rule: Press, budget: int | None) -> Prefill:
         n = prompts.shape[1]
         press = None
         if rule.budgeted and budget < n:
@@ -150,7 +150,7 @@ class KVPressReader(Reader):
         kept = round(np.mean([x.lengths for x in parts]))
         held = sum(x.nbytes for x in parts)
         full = sum(x.keys[:, :, :1].nbytes + x.values[:, :, :1].nbytes for p in parts for x in p.cache.layers) * n
-        return Cut(parts, torch.cat([x for _, x in read]), seconds, kept, held, full)
+        return Prefill(parts, torch.cat([x for _, x in read]), seconds, kept, held, full)
 
     def read(self, ids: Tensor, press: kvpress.BasePress | None) -> tuple[DynamicCache, Tensor]:
         """Read a prompt; return its cut cache and the logits of its last token."""

@@ -16,7 +16,7 @@ import torch
 
 from .. import ProtoKV, laq_compress, protokv_compress, snapkv_compress
 from ..bench.measure import threads
-from ..eval.reader import Cut, Reader
+from ..eval.reader import Prefill, Reader
 from . import passkeys
 from .methods import WINDOW, digits_right, layers_of
 from .passkeys import BATCH, Ids, Prompt
@@ -62,7 +62,7 @@ def measured(context: int, prompts: int) -> Iterator[list[Cell]]:
     for point in POINTS:
         for digits in DIGITS:
             asked = passkeys.make_prompts(prompts, context, digits)
-            read: list[tuple[list[Prompt], Ids | None, Cut]] = []
+            read: list[tuple[list[Prompt], Ids | None, Prefill]] = []
             for batch in (asked[i : i + BATCH] for i in range(0, prompts, BATCH)):
                 after = point == "after"
                 whole = passkeys.read(reader, passkeys.asked(batch) if after else passkeys.contexts(batch), WINDOW)
@@ -72,13 +72,13 @@ def measured(context: int, prompts: int) -> Iterator[list[Cell]]:
                 for cell in cells:
                     for batch, question, whole in read:
                         with threads(1):
-                            cut = asking_cut(reader, whole, method, cell.budget)
-                            said, _, _ = reader.answer(cut, question, digits, stops=False)
+                            prefill = asking_cut(reader, whole, method, cell.budget)
+                            said, _, _ = reader.answer(prefill, question, digits, stops=False)
                         cell.right += digits_right(said, batch)
                 yield cells
 
 
-def asking_cut(reader: Reader, whole: Cut, method: str, budget: int) -> Cut:
+def asking_cut(reader: Reader, whole: Prefill, method: str, budget: int) -> Prefill:
     """Return the prompts' cache as the method leaves it."""
     layers = layers_of(whole)
     if method == "ProtoKV":

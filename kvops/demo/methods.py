@@ -26,7 +26,7 @@ from .. import (
 from ..bench import eager
 from ..bench.measure import threads
 from ..cache import AttendingCache
-from ..eval.reader import Cut, Reader, caches
+from ..eval.reader import Prefill, Reader, caches
 from ..methods.lagkv import SINKS
 from ..ops.lag import kept_within
 from . import passkeys
@@ -157,9 +157,9 @@ def make_rows(n: int) -> list[Row]:
     return rows
 
 
-def layers_of(cut: Cut) -> Layers:
+def layers_of(prefill: Prefill) -> Layers:
     """Return K, V and the last queries of each layer."""
-    return [(x.k, x.v, cast(AttendingCache, x).last_queries) for x in caches(cut.cache)]
+    return [(x.k, x.v, cast(AttendingCache, x).last_queries) for x in caches(prefill.cache)]
 
 
 def digits_right(said: Ids, batch: Sequence[Prompt]) -> list[float]:
@@ -179,12 +179,12 @@ def measured(rows: Sequence[Row], prompts: Sequence[Prompt], shown: int) -> Iter
     for row in rows:
         for first, batch, whole, layers in batches if row.reachable else ():
             slots = row.compress and [row.compress(*x, seed=first + i).indices for i, x in enumerate(layers)]
-            cut = passkeys.keep(whole, slots)
-            kept = kept_slots(cut, context)
-            row.tokens = cut.tokens
-            row.bytes_full, row.bytes_kept = cut.bytes_full // len(batch), cut.bytes_held // len(batch)
+            prefill = passkeys.keep(whole, slots)
+            kept = kept_slots(prefill, context)
+            row.tokens = prefill.tokens
+            row.bytes_full, row.bytes_kept = prefill.bytes_full // len(batch), prefill.bytes_held // len(batch)
             with threads(1):  # one-token steps are too small to parallelize
-                said, _, _ = reader.answer(cut, passkeys.questions(batch), digits, stops=False)
+                said, _, _ = reader.answer(prefill, passkeys.questions(batch), digits, stops=False)
             row.right += digits_right(said, batch)
             if first <= shown < first + len(batch):
                 row.kept, row.said = kept[shown - first].numpy(), passkeys.decode(said[shown - first])
@@ -195,11 +195,11 @@ def measured(rows: Sequence[Row], prompts: Sequence[Prompt], shown: int) -> Iter
         yield row
 
 
-def kept_slots(cut: Cut, context: int) -> Tensor:
+def kept_slots(prefill: Prefill, context: int) -> Tensor:
     """Return bool [b, layers, heads, context]: whether the cut kept the position."""
-    b, heads, _ = cut.positions[0].shape
-    kept = torch.zeros(b, len(cut.positions), heads, context, dtype=torch.bool)
-    for i, positions in enumerate(cut.positions):
+    b, heads, _ = prefill.positions[0].shape
+    kept = torch.zeros(b, len(prefill.positions), heads, context, dtype=torch.bool)
+    for i, positions in enumerate(prefill.positions):
         kept[:, i].scatter_(2, positions, True)
     return kept
 

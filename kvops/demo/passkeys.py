@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from .. import hf
-from ..eval.reader import Cut, Reader
+from ..eval.reader import Prefill, Reader
 from ..eval.stream import CacheSize
 from ..methods.queries import RecordQueries
 from . import MODEL, TEXT
@@ -98,14 +98,14 @@ def asked(prompts: Sequence[Prompt]) -> Ids:
 # ---- prompts that are read once and cut in many ways ----
 
 
-def read(reader: Reader, ids: Ids, rows: int = 0) -> Cut:
+def read(reader: Reader, ids: Ids, rows: int = 0) -> Prefill:
     """Read prompts, int64 [b, n], without eviction; remember the queries of the last `rows` tokens."""
     cache = hf.KVCache(reader.model.config, RecordQueries(last=rows))
     logits = reader.feed(cache, reader.tokens(ids))
-    return Cut(cache, logits, 0.0, *CacheSize.by(cache))
+    return Prefill(cache, logits, 0.0, *CacheSize.by(cache))
 
 
-def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
+def keep(whole: Prefill, slots: Iterable[Tensor] | None = None) -> Prefill:
     """Return a cache with only these slots of each evicting layer, int64 [any] or [b, Hk, any]; None keeps all.
 
     `whole` does not change. Both share the memory of common slots, which nothing writes to.
@@ -114,4 +114,4 @@ def keep(whole: Cut, slots: Iterable[Tensor] | None = None) -> Cut:
     cache.layers = [copy.copy(layer) for layer in cache.layers]
     for layer, kept in zip(cache.evicting_layers, slots, strict=True) if slots is not None else ():
         layer.cache.keep(kept)
-    return Cut(cache, whole.logits, 0.0, *CacheSize.by(cache))
+    return Prefill(cache, whole.logits, 0.0, *CacheSize.by(cache))

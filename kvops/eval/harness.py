@@ -83,10 +83,10 @@ class KVopsLM(HFLM):
         order = sorted(range(len(requests)), key=lambda i: self._kept(requests[i]))
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:
             for context, same in groupby(order, key=lambda i: self._kept(requests[i])):
-                cut = reader.cut(np.array([context]), self.rule, None)
+                prefill = reader.prefill(np.array([context]), self.rule, None)
                 for i in same:
                     continuation = np.array([requests[i][2]])
-                    own = replace(cut, cache=copy.deepcopy(cut.cache))
+                    own = replace(prefill, cache=copy.deepcopy(prefill.cache))
                     scores = reader.follow(own, None, continuation)[0].log_softmax(-1, dtype=torch.float32).cpu()
                     said = torch.from_numpy(continuation[0])
                     right = scores.gather(1, said[:, None])

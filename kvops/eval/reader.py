@@ -25,8 +25,8 @@ if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transform
 
 
 @dataclass
-class Cut:
-    """A batch of prompts whose cache was cut. The cache grows with every token fed or generated.
+class Prefill:
+    """A batch of prompts that were read, and their cache, which a method has cut. It grows with every further token.
 
     Attributes:
         cache: the cache of all layers.
@@ -133,7 +133,7 @@ class Reader:
         return torch.from_numpy(ids).to(self.inner.device)
 
     @torch.inference_mode()
-    def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Cut:
+    def prefill(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Prefill:
         """Read prompts with the rule's policy, which cuts the cache to the budget; after that the cache only grows.
 
         Args:
@@ -161,14 +161,16 @@ class Reader:
                 raise Unreachable(str(error)) from error
         seconds = self.clock() - begin
         cache.freeze()
-        return Cut(cache, logits, seconds, *CacheSize.by(cache))
+        return Prefill(cache, logits, seconds, *CacheSize.by(cache))
 
     @torch.inference_mode()
-    def answer(self, cut: Cut, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """Decode greedily after a cut. The cache grows.
+    def answer(
+        self, prefill: Prefill, feed: np.ndarray | None, steps: int, stops: bool
+    ) -> tuple[np.ndarray, float, int]:
+        """Decode greedily after a prefill. Its cache grows.
 
         Args:
-            cut: what `cut` returned.
+            prefill: what `prefill` returned.
             feed: int64 [b, any], tokens to read first; None if there are none.
             steps: the most tokens to generate.
             stops: whether an end-of-sequence token ends a row.
@@ -178,36 +180,36 @@ class Reader:
             number of these steps.
         """
         if feed is not None:
-            cut.logits = self.feed(cut.cache, self.tokens(feed))
-        said = torch.full((len(cut.logits), steps), -1)
+            prefill.logits = self.feed(prefill.cache, self.tokens(feed))
+        said = torch.full((len(prefill.logits), steps), -1)
         alive, end = torch.ones(len(said), dtype=torch.bool), torch.tensor(self.ends, dtype=torch.int64)
         begin, count = self.clock(), 0
         for step in range(steps):
-            token = cut.logits.argmax(-1)
+            token = prefill.logits.argmax(-1)
             now = token.cpu()
             if stops:
                 alive &= ~torch.isin(now, end)
             said[:, step] = torch.where(alive, now, -1)
             if not alive.any():
                 break
-            cut.logits = self.feed(cut.cache, token[:, None])
+            prefill.logits = self.feed(prefill.cache, token[:, None])
             count += 1
         return said.numpy(), self.clock() - begin, count
 
     @torch.inference_mode()
-    def follow(self, cut: Cut, feed: np.ndarray | None, said: np.ndarray) -> Tensor:
+    def follow(self, prefill: Prefill, feed: np.ndarray | None, said: np.ndarray) -> Tensor:
         """Like `answer`, but with given tokens instead of generated ones.
 
         Args:
-            cut: what `cut` returned.
+            prefill: what `prefill` returned.
             feed: as in `answer`.
             said: int64 [b, steps].
 
         Returns:
             The logits before each token of `said`, [b, steps, vocab].
         """
-        first = cut.logits if feed is None else self.feed(cut.cache, self.tokens(feed))
-        rest = self.model(self.tokens(said), past_key_values=cut.cache).logits
+        first = prefill.logits if feed is None else self.feed(prefill.cache, self.tokens(feed))
+        rest = self.model(self.tokens(said), past_key_values=prefill.cache).logits
         return torch.cat((first[:, None], rest[:, :-1]), 1)
 
     @torch.inference_mode()

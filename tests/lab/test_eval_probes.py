@@ -139,7 +139,7 @@ def test_recall_is_that_of_explicit_attention(reader, filler, plain, method, poi
     before, question, said = read(task, reader, filler, point, context)
     n, recall, mass = before.shape[1], [], []
     weights = plain(torch.cat((before, question, said), 1), output_attentions=True).attentions
-    kept = reader.cut(before.numpy(), rule(method), budget).positions
+    kept = reader.prefill(before.numpy(), rule(method), budget).positions
     assert len(kept) == len(weights) == 3
     assert len({x.shape for x in kept}) == (2 if method == "lagkv-l2" else 3 if method == "pyramidkv" else 1)
     for layer, positions in zip(weights, kept):
@@ -223,7 +223,7 @@ def test_lagkv_in_the_papers_chunks(reader, filler):
     """The same partitions as in one step, with other keys: later chunks attended to what was left of earlier ones."""
     ids, _ = asked(Passkey(DIGITS).prompts(filler, 400, 2, 0), "after")
     method = rule("lagkv:lag=32")
-    whole, chunked = reader.cut(ids, method, 160), reader.cut(ids, method, 160, 0)
+    whole, chunked = reader.prefill(ids, method, 160), reader.prefill(ids, method, 160, 0)
     assert whole.tokens == chunked.tokens <= 160 and with_room(chunked.bytes_held, whole.bytes_held)
     first, *others = zip(whole.cache.layers, chunked.cache.layers)
     assert torch.equal(first[0].cache.positions, first[1].cache.positions)  # of the embeddings alone
@@ -282,5 +282,5 @@ def test_wrong_use(reader, filler, capsys):
 def test_a_first_stage_that_needs_more_queries_is_unreachable(reader):
     prompts = np.ones((1, 60), dtype=np.int64)
     with pytest.raises(Unreachable, match="LAQ: stage1 must use a window of the last queries, .* got 60 from H2O"):
-        reader.cut(prompts, rule("laq:stage1=h2o"), 16)
-    assert reader.cut(prompts, rule("laq:stage1=full"), 16).tokens == 16
+        reader.prefill(prompts, rule("laq:stage1=h2o"), 16)
+    assert reader.prefill(prompts, rule("laq:stage1=full"), 16).tokens == 16

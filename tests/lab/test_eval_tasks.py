@@ -64,18 +64,18 @@ class Oracle:
     def __init__(self, filler: Filler):
         self.filler = filler
 
-    def cut(self, prompts, rule, budget):
+    def prefill(self, prompts, rule, budget):
         return SimpleNamespace(ids=prompts, tokens=prompts.shape[1], bytes_held=0, bytes_full=0, seconds=0.0)
 
-    def answer(self, cut, feed, steps, stops):
+    def answer(self, prefill, feed, steps, stops):
         if feed is not None:
-            cut.ids = np.concatenate([cut.ids, feed], 1)
-        said = np.full((len(cut.ids), steps), -1)
-        for row, ids in zip(said, cut.ids):
+            prefill.ids = np.concatenate([prefill.ids, feed], 1)
+        said = np.full((len(prefill.ids), steps), -1)
+        for row, ids in zip(said, prefill.ids):
             answer = self.filler.encode(solve(self.filler.decode(ids)))
             assert len(answer) <= steps, "no room for the answer"
             row[: len(answer)] = answer
-        cut.ids = np.concatenate([cut.ids, np.maximum(said, 0)], 1)
+        prefill.ids = np.concatenate([prefill.ids, np.maximum(said, 0)], 1)
         return said, 0.0, steps
 
 

@@ -128,11 +128,11 @@ def reader(peer):
     return peer.KVPressReader(model)
 
 
-def positions(reader, cut, ids: np.ndarray) -> list[list[int]]:
+def positions(reader, prefill, ids: np.ndarray) -> list[list[int]]:
     """Record the positions of each model call during feeding."""
     seen = []
     model, reader.model = reader.model, lambda x, **kw: seen.append(kw["position_ids"][0].tolist()) or model(x, **kw)
-    reader.feed(cut.cache, torch.from_numpy(ids))
+    reader.feed(prefill.cache, torch.from_numpy(ids))
     reader.model = model
     return seen
 
@@ -140,7 +140,7 @@ def positions(reader, cut, ids: np.ndarray) -> list[list[int]]:
 @torch.inference_mode()
 def test_where_tokens_go_on(reader, peer):
     ids, more = np.random.default_rng(0).integers(0, 200, (2, 100)), np.ones((2, 3), dtype=np.int64)
-    of = {name: reader.cut(ids, x, 40) for name, x in peer.PRESSES.items() if name != "tova"}
+    of = {name: reader.prefill(ids, x, 40) for name, x in peer.PRESSES.items() if name != "tova"}
     assert [x.position for x in of["keydiff"].cache] == [100] and of["keydiff"].cache[0].lengths == [40] * 3
     assert positions(reader, of["keydiff"], more) == [[100, 101, 102]]
     assert positions(reader, of["streamingllm-rerotated"], more) == [[40, 41, 42]]
@@ -156,8 +156,8 @@ def test_where_tokens_go_on(reader, peer):
 @torch.inference_mode()
 def test_a_budget_that_holds_the_prompt_cuts_nothing(reader, peer):
     ids = np.random.default_rng(0).integers(0, 200, (1, 50))
-    cut = reader.cut(ids, peer.PRESSES["streamingllm-rerotated"], 50)
-    assert cut.tokens == 50 and cut.cache[0].position == 50 and cut.bytes_held == cut.bytes_full
+    prefill = reader.prefill(ids, peer.PRESSES["streamingllm-rerotated"], 50)
+    assert prefill.tokens == 50 and prefill.cache[0].position == 50 and prefill.bytes_held == prefill.bytes_full
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..identity import described_class
 from ..specs import parse
-from .base import POINTS, AnswerTask, Cut, Filler, Outcome, Prompt, Reader, Task, Turn, share_said
+from .base import POINTS, AnswerTask, Filler, Outcome, Prefill, Prompt, Reader, Task, Turn, share_said
 from .longbench import LongBench
 from .needles import (
     Needle,
@@ -36,9 +36,9 @@ __all__ = [
     "POINTS",
     "TASKS",
     "AnswerTask",
-    "Cut",
     "Filler",
     "Outcome",
+    "Prefill",
     "Prompt",
     "Reader",
     "Task",

@@ -243,8 +243,8 @@ class Filler:
         return np.concatenate([*pieces, text[last:]])
 
 
-class Cut(Protocol):
-    """A batch of prompts whose cache was cut."""
+class Prefill(Protocol):
+    """A batch of prompts that were read, and what their cache holds."""
 
     tokens: int
     bytes_held: int
@@ -255,11 +255,11 @@ class Cut(Protocol):
 class Reader(Protocol):
     """The interface of a model for tasks; `kvops.eval.reader.Reader` implements it."""
 
-    def cut(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Cut:
+    def prefill(self, prompts: np.ndarray, rule: Rule, budget: int | None) -> Prefill:
         """Read prompts, int64 [b, n], and cut their cache once, by a rule, to a budget in tokens per KV head."""
 
-    def answer(self, cut: Any, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
-        """Answer from a cut that this reader made.
+    def answer(self, prefill: Any, feed: np.ndarray | None, steps: int, stops: bool) -> tuple[np.ndarray, float, int]:
+        """Answer from a prefill of this reader.
 
         Feeds int64 [b, any] (None: nothing) and decodes greedily. Returns int64 [b, steps] (-1 after an end of
         sequence), the seconds of the one-token steps, and their number. The cache grows.
@@ -355,10 +355,15 @@ class AnswerTask(Task):
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
     ) -> Outcome:
         context, questions = asked(prompts, point)
-        return self.answers(reader, filler, prompts, reader.cut(context, rule, budget), questions)
+        return self.answers(reader, filler, prompts, reader.prefill(context, rule, budget), questions)
 
     def answers(
-        self, reader: Reader, filler: Filler, prompts: list[Prompt], cut: Cut, questions: list[np.ndarray | None]
+        self,
+        reader: Reader,
+        filler: Filler,
+        prompts: list[Prompt],
+        prefill: Prefill,
+        questions: list[np.ndarray | None],
     ) -> Outcome:
         """Generate the answers and score them."""
         said: list[list[str]] = [[] for _ in prompts]
@@ -366,17 +371,17 @@ class AnswerTask(Task):
         for i, question in enumerate(questions):
             turns = [x.turns[i] for x in prompts]
             most = max(x.new_tokens for x in turns)
-            ids, seconds, count = reader.answer(cut, question, most, turns[0].stops)
+            ids, seconds, count = reader.answer(prefill, question, most, turns[0].stops)
             decode_s, steps = decode_s + seconds, steps + count
             for words, row in zip(said, ids):
                 words.append(filler.decode(row[row >= 0]))
         scores = [self.score(words, prompt) for words, prompt in zip(said, prompts)]
         return Outcome(
             {x: [s[x] for s in scores] for x in scores[0]},
-            cut.tokens,
-            cut.bytes_held // len(prompts),
-            cut.bytes_full // len(prompts),
-            cut.seconds,
+            prefill.tokens,
+            prefill.bytes_held // len(prompts),
+            prefill.bytes_full // len(prompts),
+            prefill.seconds,
             decode_s,
             steps,
             [" | ".join(words) for words in said],

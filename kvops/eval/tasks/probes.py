@@ -21,14 +21,14 @@ from .needles import Passkey
 
 if TYPE_CHECKING:  # which needs transformers, where it is run
     from ..methods import Rule
-    from ..reader import Cut, Reader
+    from ..reader import Prefill, Reader
 
 
-def measured(scores: Mapping[str, Iterable[float | Tensor]], cut: Cut, prompts: list[Prompt]) -> Outcome:
+def measured(scores: Mapping[str, Iterable[float | Tensor]], prefill: Prefill, prompts: list[Prompt]) -> Outcome:
     """Return the outcome of scores that need no generated answer."""
     count = len(prompts)
     found = {name: [float(x) for x in values] for name, values in scores.items()}
-    return Outcome(found, cut.tokens, cut.bytes_held // count, cut.bytes_full // count, cut.seconds)
+    return Outcome(found, prefill.tokens, prefill.bytes_held // count, prefill.bytes_full // count, prefill.seconds)
 
 
 @dataclass
@@ -64,11 +64,11 @@ class Agreement(OfPasskeys):
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
         whole = reader.whole(context, question, prompts[0].turns[0].new_tokens)
-        cut = reader.cut(context, rule, budget)
-        logits = reader.follow(cut, question, whole.said)
+        prefill = reader.prefill(context, rule, budget)
+        logits = reader.follow(prefill, question, whole.said)
         kl = [divergence(*row).mean() for row in zip(whole.logits, logits)]
         top1 = (logits.argmax(-1) == whole.logits.argmax(-1)).double().mean(-1)
-        return measured({"kl": kl, "top1": top1}, cut, prompts)
+        return measured({"kl": kl, "top1": top1}, prefill, prompts)
 
 
 def divergence(logits: Tensor, others: Tensor) -> Tensor:
@@ -96,12 +96,12 @@ class Recall(OfPasskeys):
     ) -> Outcome:
         context, (question,) = asked(prompts, point)
         weights = reader.whole(context, question, prompts[0].turns[0].new_tokens).scores
-        cut = reader.cut(context, rule, budget)
-        pairs = list(zip(weights, cut.positions, strict=True))
+        prefill = reader.prefill(context, rule, budget)
+        pairs = list(zip(weights, prefill.positions, strict=True))
         recall = [best_slots(x, kept.shape[2]).gather(2, kept).double().mean(-1) for x, kept in pairs]
         mass = [x.gather(2, kept).sum(-1) / x.sum(-1) for x, kept in pairs]
         scores = {"recall": recall, "mass": mass}
-        return measured({name: torch.stack(x).mean((0, 2)) for name, x in scores.items()}, cut, prompts)
+        return measured({name: torch.stack(x).mean((0, 2)) for name, x in scores.items()}, prefill, prompts)
 
 
 @dataclass
@@ -187,8 +187,8 @@ class Chunked(OfPasskeys):
     ) -> Outcome:
         ids, questions = asked(prompts, "after")
         whole = reader.whole(ids, None, 1)
-        cut = reader.cut(ids, rule, budget, self.chunk)
-        first = cut.logits.argmax(-1).cpu().numpy()
-        outcome = self.passkey.answers(reader, filler, prompts, cut, questions)
+        prefill = reader.prefill(ids, rule, budget, self.chunk)
+        first = prefill.logits.argmax(-1).cpu().numpy()
+        outcome = self.passkey.answers(reader, filler, prompts, prefill, questions)
         outcome.scores = {"fgt": (first == whole.said[:, 0]).astype(float).tolist(), **outcome.scores}
         return outcome
