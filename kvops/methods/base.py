@@ -208,6 +208,11 @@ class Policy:
     budget_settings: ClassVar[tuple[str, ...]] = ("budget",)
     #: Every row of a padded batch keeps the same number of slots (padding is evicted first).
     fixed_budget: ClassVar[bool] = True
+    #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
+    by_head: ClassVar[bool] = False
+    #: The last tokens can be removed again (`Cache.crop`).
+    croppable: ClassVar[bool] = True
+
     # Settings that only some policies have, and what their absence means. A policy has one by declaring it as a field.
     #: The newest tokens that observe and are kept.
     window: int = 0
@@ -221,10 +226,6 @@ class Policy:
     positions: Positions = "original"
     #: `move` averages evicted values into kept ones, see `KeyDiff`. Engines that move tokens themselves refuse that.
     merge: bool = False
-    #: Each head has its own scores, so the heads of a `PagedCache` may differ in length.
-    by_head: ClassVar[bool] = False
-    #: The last tokens can be removed again (`Cache.crop`).
-    croppable: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

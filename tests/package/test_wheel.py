@@ -170,12 +170,13 @@ def test_a_clone_in_a_path_with_spaces_is_built(cuda, tmp_path):
         options += ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja[0]}"]
     env = {"CUDACXX": nvcc[0]} if cuda else {}
     run(setup_py.find_cmake(), "-S", clone, "-B", build, *options, env=env)
-    if not cuda:
+    if not ninja:
         run(setup_py.find_cmake(), "--build", build, "--target", "level_v2" if "v2" in LEVELS else "level_baseline")
         assert list(build.rglob("gather_kv_*.o"))
         return
-    targets = re.findall(r"^(\S+\.cu\.o):", run(ninja[0], "-C", build, "-t", "targets", "all"), re.MULTILINE)
-    target = next((x for x in targets if "hopper" in x), targets[0])
+    suffix = "cu" if cuda else "cpp"
+    targets = re.findall(rf"^(\S+\.{suffix}\.o):", run(ninja[0], "-C", build, "-t", "targets", "all"), re.MULTILINE)
+    target = next((x for x in targets if ("hopper" if cuda else "gather_kv") in x), targets[0])
     run(ninja[0], "-C", build, target)
     assert str(clone).encode() not in (build / target).read_bytes(), "the object names a folder of the build machine"
 
