@@ -50,7 +50,7 @@ def _link(code: re.Match[str]) -> str:
 
 def schema(path: str) -> str:
     """The schemas of an operator, as docs/operators.md shows them; nothing for other names."""
-    shown = [x for x in _SCHEMAS if f"kvops.ops.{re.split('[.(]', x)[0]}" == path]
+    shown = [x for x in _SCHEMAS if f"kvops.ops.api.{re.split('[.(]', x)[0]}" == path]
     return "\n\n```text\n" + "\n".join(f"torch.ops.kvops.{x}" for x in shown) + "\n```" if shown else ""
 
 

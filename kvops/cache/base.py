@@ -93,7 +93,7 @@ class Cache:
         policy = as_policy("Cache", policy)
         queries = "queries" if isinstance(policy, QueryPolicy) else None
         kind = policy.needs.stage or queries or ("slots" if isinstance(rope, Rope) else "")
-        return object.__new__(Cache._kinds.get(kind, cls))
+        return object.__new__(Cache._kinds[kind] if kind else cls)
 
     def __init__(
         self,

@@ -72,13 +72,13 @@ def measured(context: int, prompts: int) -> Iterator[list[Cell]]:
                 for cell in cells:
                     for batch, question, whole in read:
                         with threads(1):
-                            prefill = asking_cut(reader, whole, method, cell.budget)
+                            prefill = prefill_of(reader, whole, method, cell.budget)
                             said, _, _ = reader.answer(prefill, question, digits, stops=False)
                         cell.right += digits_right(said, batch)
                 yield cells
 
 
-def asking_cut(reader: Reader, whole: Prefill, method: str, budget: int) -> Prefill:
+def prefill_of(reader: Reader, whole: Prefill, method: str, budget: int) -> Prefill:
     """Return the prompts' cache as the method leaves it."""
     layers = layers_of(whole)
     if method == "ProtoKV":

@@ -26,7 +26,9 @@ if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transform
 
 @dataclass
 class Prefill:
-    """A batch of prompts that were read, and their cache, which a method has cut. It grows with every further token.
+    """A batch of prompts that were read, and their cache, which a method may have cut.
+
+    The cache grows with every further token.
 
     Attributes:
         cache: the cache of all layers.

@@ -80,7 +80,7 @@ def observes_in_decode(policy: Policy) -> bool:
     if policy.needs.stage:
         return False
     if isinstance(policy, ProtoKV):
-        return policy.buffer is not None or policy.window < 2
+        return policy.buffer is not None
     if isinstance(policy, WindowPolicy):
         return policy.window < 2  # one token of decode fills a window of one
     return isinstance(policy, QueryPolicy) or not policy.croppable

@@ -126,16 +126,15 @@ class LayerSpans(Spans, total=False):
 
 
 class Needs(NamedTuple):
-    """What a rule needs of a cache or an engine.
+    """What a rule needs of a cache or an engine. A class' declaration replaces that of its base as a whole.
 
     Attributes:
-        dense: K and V as tensors. False: the rule reads them only with operators, by `View.block_table`, so `compress`
-            takes pages.
+        dense: K and V as tensors. False: the rule reads them by `View.block_table` too, so `compress` takes pages.
         positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
         per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
         model: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
-        stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" as in `LAQ`, or "repeat" as in `KVzip`.
-            Until then a cache keeps the whole prompt.
+        stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
+            then a cache keeps the whole prompt.
     """
 
     dense: bool = True
@@ -213,7 +212,7 @@ class Policy:
     #: The last tokens can be removed again (`Cache.crop`).
     croppable: ClassVar[bool] = True
 
-    # Settings that only some policies have, and what their absence means. A policy has one by declaring it as a field.
+    # Settings that only some policies have, and what their absence means. A class has one by declaring its name.
     #: The newest tokens that observe and are kept.
     window: int = 0
     #: The newest tokens that are kept, see `KeyPolicy`.
@@ -231,7 +230,7 @@ class Policy:
         super().__init_subclass__(**options)
         cls.name = cls.__dict__.get("name", cls.__name__)
         if "needs" not in cls.__dict__:  # the subclass' own rule may read positions
-            cls.needs = property(lambda self: super(cls, self).needs._replace(positions=True))  # type: ignore[assignment, method-assign, misc]
+            cls.needs = _with_positions(cls.needs)  # type: ignore[assignment, method-assign, arg-type]
 
     def __post_init__(self) -> None:
         for setting in fields(self):  # type: ignore[arg-type]  # only the __init__ of a dataclass calls this
@@ -268,7 +267,7 @@ class Policy:
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
-        if self.needs.dense:
+        if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:
             if not self.by_head:
@@ -401,7 +400,7 @@ class Policy:
             raise TypeError(f"{self.name}: block_table must be a torch.Tensor, got {type(block_table).__name__}")
         if block_table.dim() != 2:
             raise ValueError(f"{self.name}: block_table must be [batch, max_pages], got {list(block_table.shape)}")
-        if self.needs.dense:
+        if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: {self!r} takes no pages, expected dense K and V, got a block_table")
         if lengths is None:
             raise ValueError(f"{self.name}: with a block_table, lengths must be torch.int32 [b], got None")
@@ -462,6 +461,15 @@ class Policy:
         return hash((type(self), *(None if isinstance(x, (Tensor, tuple)) else x for x in values)))
 
 
+def _with_positions(needs: Needs | property) -> Needs | property:
+    """A class' declaration of `needs`, with positions."""
+    if isinstance(needs, Needs):
+        return needs._replace(positions=True)
+    assert needs.fget is not None
+    get = needs.fget  # torch.compile follows a function, not a property
+    return property(lambda self: get(self)._replace(positions=True))
+
+
 def check_policy(who: str, policy: object) -> None:
     """Raises TypeError if `policy` is not a policy but, for example, a class."""
     if not isinstance(policy, Policy):
@@ -487,6 +495,9 @@ def _equal(x: object, y: object) -> bool:
 @dataclass(frozen=True, eq=False)
 class BudgetPolicy(Policy):
     """A policy that keeps the tokens with the highest scores, as many as its budget allows.
+
+    A cache evicts after each step of several tokens, which is part of a prompt. In decode it evicts only if the class
+    has the setting `buffer`, as `KeyPolicy` has.
 
     Attributes:
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
@@ -576,11 +587,11 @@ class BudgetPolicy(Policy):
         raise NotImplementedError
 
     def newest(self, keep: int) -> int:
-        """How many of the newest tokens are always among the `keep` kept ones."""
+        """How many of the newest tokens are always among the `keep` kept ones; of a one-shot call see `protected`."""
         return self.window or recent_tokens(self.recent, keep)
 
     def protected(self, view: View) -> int | float:
-        """The newest tokens that a one-shot call keeps: tokens, or a fraction of each row's or head's budget."""
+        """`newest` for a one-shot call: tokens, or a fraction of each row's or head's budget."""
         return self.window or self.recent
 
     def select(self, view: View) -> Tensor:
@@ -640,7 +651,7 @@ class BudgetPolicy(Policy):
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""
-        return view.new > 1
+        return view.new > 1 and view.new >= self.window
 
     def full(self, view: View, keep: int) -> bool:
         """Whether a cache evicts after this step, down to `keep` slots."""

@@ -64,7 +64,7 @@ class L2(KeyPolicy):
         protect: See `KeyPolicy`.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
             One-shot calls skip only if `layer` and `num_layers` are given.
-        merge: See `KeyDiff`; not part of the paper.
+        merge: See `KeyDiff`.
 
     Source: "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", Devoto et al., 2024.
     """

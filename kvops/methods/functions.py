@@ -24,8 +24,9 @@ import torch
 from .base import Policy
 from .table import METHODS
 
-#: The policies by the names of their functions.
+#: The classes that docstrings name in "See `Class`".
 BASES = {base.__name__: base for x in METHODS.values() for base in x.policy.__mro__}
+#: The policies by the names of their functions.
 POLICIES = {f"{x.policy.__name__.lower()}_compress": x.policy for x in METHODS.values() if x.policy.budget_settings}
 #: The policies that functions make: their errors name the function.
 CLASSES = {

@@ -732,7 +732,7 @@ def l2_compress(
             budgets themselves are computed with this fraction of the mean budget protected in every head.
         merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
             n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
-            Pages, and engines that move tokens by themselves, are refused; not part of the paper.
+            Pages, and engines that move tokens by themselves, are refused.
         skip_layers: Layers that keep everything, in models of more than 8 layers. Layers then differ in length.
             One-shot calls skip only if `layer` and `num_layers` are given.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
@@ -1044,7 +1044,6 @@ def protokv_compress(
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "mean",
-    protect: Literal["prompt"] | None = None,
     kappa: int = 5,
     num_sats: int = 32,
     num_chunks: int | None = None,
@@ -1057,6 +1056,7 @@ def protokv_compress(
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
     buffer: int | float | None = 128,
+    protect: Literal["prompt"] | None = None,
     alpha: int = 8,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -1090,9 +1090,6 @@ def protokv_compress(
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
-        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
-            the tokens after it. The prompt is what the steps before the first step of a single token append; later
-            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
         num_chunks: The number of chunks. None is one for 16 of the m tokens before the window, at most 496: min(496,
@@ -1111,6 +1108,9 @@ def protokv_compress(
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
+        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
+            the tokens after it. The prompt is what the steps before the first step of a single token append; later
+            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         alpha: The observation window of decode.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
@@ -1135,7 +1135,6 @@ def protokv_compress_(
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "mean",
-    protect: Literal["prompt"] | None = None,
     kappa: int = 5,
     num_sats: int = 32,
     num_chunks: int | None = None,
@@ -1148,6 +1147,7 @@ def protokv_compress_(
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
     buffer: int | float | None = 128,
+    protect: Literal["prompt"] | None = None,
     alpha: int = 8,
     **call: Unpack[QueryCall],
 ) -> Compressed:

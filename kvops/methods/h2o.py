@@ -183,3 +183,7 @@ class TOVA(QueryPolicy):
 
     def rows_at(self, n: int, prompt: int) -> int:
         return 1
+
+    @property
+    def remembers(self) -> int:
+        return 0  # the step that evicts has the query

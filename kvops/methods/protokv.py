@@ -105,7 +105,6 @@ class ProtoKV(QueryPolicy):
     protects_window: ClassVar[bool] = True
     window: int = None  # type: ignore[assignment]  # `check` replaces None
     _: KW_ONLY
-    protect: Protect | None = None
     kappa: int = 5
     num_sats: int = 32
     num_chunks: int | None = None
@@ -118,6 +117,7 @@ class ProtoKV(QueryPolicy):
     cluster_reduce: ClusterReduce = "mean"
     whole_clusters: bool = False
     buffer: int | float | None = 128
+    protect: Protect | None = None
     alpha: int = 8
 
     def check(self) -> None:
@@ -331,9 +331,6 @@ class SATKV(BudgetPolicy):
     def scores(self, view: View) -> Tensor:
         prefix = prefix_lengths(view.k, self.window, view.starts, view.lengths)  # with pages, lengths are given
         return outlier_degree(view.k, kappa=self.kappa, **{**view.slots, "lengths": prefix})
-
-    def of_prompt(self, view: View) -> bool:
-        return view.new >= self.window
 
     @classmethod
     def at_budget(

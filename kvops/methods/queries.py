@@ -78,10 +78,7 @@ class QueryPolicy(BudgetPolicy):
         super().check()
 
     def protected(self, view: View) -> int | float:
-        return view.window if self.window else super().protected(view)
-
-    def of_prompt(self, view: View) -> bool:
-        return super().of_prompt(view) and view.new >= self.window
+        return view.window or super().protected(view)
 
     @property
     def operator_reduce(self) -> str:
@@ -90,8 +87,8 @@ class QueryPolicy(BudgetPolicy):
 
     @property
     def decode_window(self) -> int:
-        """How many of the last queries observe in decode. A cache remembers them."""
-        return 0
+        """How many of the last queries observe in decode, if the policy evicts then. A cache remembers them."""
+        return self.window
 
     @property
     def remembers(self) -> int:
@@ -100,6 +97,8 @@ class QueryPolicy(BudgetPolicy):
 
     def rows(self, view: View) -> int:
         """How many of the last rows of a cache's step observe. 0 means that nothing is evicted now."""
+        if not self.window:
+            raise NotImplementedError
         return self.window if self.of_prompt(view) and self.full(view, self.room(view)) else 0
 
     def rows_at(self, n: int, prompt: int) -> int:
@@ -175,7 +174,7 @@ class QueryPolicy(BudgetPolicy):
         return view.seen_by_queries
 
     def evict(self, view: View) -> Tensor | None:
-        newest = view.window if self.window else self.newest(budget_tokens(self.budget, view.seen))
+        newest = view.window or self.newest(budget_tokens(self.budget, view.seen))
         return self.choose(self.scores(view), view, self.room(view), recent=newest)
 
 
@@ -218,7 +217,7 @@ class WindowPolicy(QueryPolicy):
         super().check()
 
     def of_prompt(self, view: View) -> bool:
-        return view.new >= self.window
+        return view.new >= self.window  # one token fills a window of one
 
     @property
     def pool(self) -> Pooling:
@@ -269,10 +268,6 @@ class ObservedPolicy(QueryPolicy):
     def check(self) -> None:
         check_int(self.name, "window", self.window, 1)
         super().check()
-
-    @property
-    def decode_window(self) -> int:
-        return self.window
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,7 +144,7 @@ def lag_score(
         self_reference: Use X itself as Y (the paper's LocalKV).
         starts: int32 [b], the first valid slot of each row. Row b's partitions begin at starts[b] + prefix.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, S, lag] with S = max(0, (n - prefix) // lag - 1). The last complete partition serves only as a
@@ -218,7 +218,7 @@ def anchor_cosine(
         normalize_anchor: If False, mu is the sum of the keys without normalization.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
         return_anchor: Return mu too.
 
     Returns:
@@ -296,7 +296,7 @@ def window_scores(
         starts: int32 [b], the first valid slot of each row.
         softcap: The cap of the logits; 0 for none.
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. `lse` is without it.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, n], or [b, Hq, n] with group_reduce="none".
@@ -394,7 +394,7 @@ def window_attention(
         interleaved: Which channels form a pair, as in `rope_at_slots`.
         scores: If False, compute the attention alone. This saves the second read of K (w > 1) or the workspace of
             logits (w = 1).
-        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:
         (out, lse, scores): out [b, Hq, w, dv] of q's dtype; lse fp32 [b, Hq, w], natural logarithm, without the sink;
@@ -530,7 +530,7 @@ def gather_kv(
         k: [b, Hk, n, d].
         v: [b, Hk, n, dv].
         indices: int64 [b, Hk, m] with any strides, so [b, 1, m] expanded over the heads works.
-        block_table: int32 [b, max_pages]: `k` and `v` are pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
         out: (k_out, v_out) to write to, of the result's shapes, with contiguous rows. They must not share memory with
             the inputs, indices included.
 
@@ -820,7 +820,7 @@ def outlier_degree(
         standardize: If False, return S instead of Theta.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, n].
@@ -858,7 +858,7 @@ def lsh_bucket(
         projection: fp32 [r, d] with 1 <= r <= 30, shared by all heads. `kvops.lsh_projection` draws projection and
             phase.
         phase: fp32 [r], radians.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         int32 [b, Hk, p], each in [-1, 2^r).
@@ -912,7 +912,7 @@ def build_prototypes(
         least_chunk: The fewest tokens of a chunk. Rows of fewer than num_chunks * least_chunk tokens have fewer chunks.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         (prototypes, counts): fp32 [b, Hk, num_chunks + num_buckets, d] and int32 [b, Hk, num_chunks + num_buckets], the
@@ -960,7 +960,7 @@ def assign_prototypes(
         prototypes: fp32 [b, Hk, C, d]. A prototype that is zero (empty) or not finite never wins.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         int32 [b, Hk, n]: -1 for keys that are not finite, for invalid slots, and if no prototype can win.
@@ -1018,7 +1018,7 @@ def quadratic_scores(
         scale: The factor of the logits; 1 / sqrt(d) if None.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hq, n].
@@ -1069,7 +1069,7 @@ def trig_scores(
         interleaved: Pair f is channels 2 f and 2 f + 1 (GPT-J); otherwise f and f + pairs (NeoX).
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hq, n].
@@ -1119,7 +1119,7 @@ def key_similarity(
         threshold: The cosine that similar keys exceed, at least 0. From 1 on no pair is spared.
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `k` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, n]. `last` depends on products of the keys as stored, summed in fp32; only cosines within their
@@ -1167,7 +1167,7 @@ def value_norm(
         group_reduce: Over the query heads of a group: "mean", "max" or "sum".
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `v` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `v` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, n].

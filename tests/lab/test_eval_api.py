@@ -370,18 +370,18 @@ def test_importing_it_is_light():
 
 
 def test_out_of_memory(loaded, monkeypatch, tmp_path):
-    cut = Reader.prefill
+    prefill = Reader.prefill
 
     def full(self, prompts, rule, *args):
         if rule.label == "KeyDiff":
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return cut(self, prompts, rule, *args)
+        return prefill(self, prompts, rule, *args)
 
     monkeypatch.setattr(Reader, "prefill", full)
     with pytest.warns(UserWarning, match="kvops.eval.run: 1 of 2 cells ran out of memory and are missing, the first"):
         results = kvops.eval.run(*loaded, **SMALL, methods=["full", "keydiff"], out=tmp_path)
     assert [x["method"] for x in results.rows] == ["Full"]
-    monkeypatch.setattr(Reader, "prefill", cut)
+    monkeypatch.setattr(Reader, "prefill", prefill)
     results = kvops.eval.run(*loaded, **SMALL, methods=["full", "keydiff"], out=tmp_path)
     assert [x["method"] for x in results.rows] == ["Full", "KeyDiff"]
 

@@ -508,7 +508,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     """A stopped and resumed run gives the same report as an undisturbed one, byte by byte."""
     ticks = iter(range(10**9))
     monkeypatch.setattr(Reader, "clock", lambda self: float(next(ticks)))  # so that times are equal
-    made, shown, cut = {}, {}, Reader.prefill
+    made, shown, prefill = {}, {}, Reader.prefill
     text = tmp_path / "text.txt"
     text.write_text(command.TEXT.read_text()[:4000])
     tiny = [*TINY, "--text", str(text)]
@@ -519,15 +519,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
             calls = Counter()
 
             def stopping(self, *args, calls=calls, stops=stops):
-                calls["cut"] += 1
-                if calls["cut"] > stops:
+                calls["prefill"] += 1
+                if calls["prefill"] > stops:
                     raise Stop
-                return cut(self, *args)
+                return prefill(self, *args)
 
             monkeypatch.setattr(Reader, "prefill", stopping)
             with pytest.raises(Stop):
                 command.main(tiny)
-            monkeypatch.setattr(Reader, "prefill", cut)
+            monkeypatch.setattr(Reader, "prefill", prefill)
             with open("out/results.jsonl", "a") as file:
                 file.write('{"task": "passkey:dig')
             capsys.readouterr()
@@ -553,19 +553,19 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_out_of_memory(tmp_path, monkeypatch, capsys):
     """The cell is reported but not recorded, and the others continue; the same command fills it in."""
-    cut, of = Reader.prefill, METHODS["keydiff"].label
+    prefill, of = Reader.prefill, METHODS["keydiff"].label
 
     def full(self, prompts, rule, *args):
         if rule.label == of:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return cut(self, prompts, rule, *args)
+        return prefill(self, prompts, rule, *args)
 
     monkeypatch.setattr(Reader, "prefill", full)
     tiny = [*TINY[:-1], str(tmp_path / "out"), "--points", "before", "--budgets", "64"]
     assert command.main(tiny) == 0
     out, err = capsys.readouterr()
     assert "1 of 3 cells ran out of memory" in err and of not in out
-    monkeypatch.setattr(Reader, "prefill", cut)
+    monkeypatch.setattr(Reader, "prefill", prefill)
     assert command.main(tiny) == 0
     out, err = capsys.readouterr()
     assert out.startswith("2 of 3 cells were measured before") and of in out and not err

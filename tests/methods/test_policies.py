@@ -11,7 +11,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
 from typing import Literal, Union, get_args, get_origin, get_type_hints
@@ -664,6 +664,82 @@ def test_options_in_text_are_settings():
     assert kvops.policy("keydiff:budget=64", budget=32) == kvops.KeyDiff(32)
     assert kvops.policy("snapkv:pool_first=True", budget=64).pool_first is True
     assert kvops.policy("protokv:buffer=None", budget=64).buffer is None
+
+
+# Policies of one's own
+
+
+@dataclass(frozen=True, eq=False)
+class Newest(kvops.BudgetPolicy):
+    """Scores by slot, and declares no setting."""
+
+    def scores(self, view):
+        return torch.arange(view.n, dtype=torch.float32).expand(view.rows, 1, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class NewestInDecode(Newest):
+    _: KW_ONLY
+    buffer: int = 4
+
+
+@dataclass(frozen=True, eq=False)
+class WindowInDecode(kvops.WindowPolicy):
+    needs = kvops.Needs(dense=False)
+    _: KW_ONLY
+    buffer: int = 4
+
+
+@pytest.mark.parametrize(
+    "policy, buffer", [(Newest(12), 100), (NewestInDecode(12), 4), (WindowInDecode(12, 4), 4)], ids=lambda x: repr(x)
+)
+def test_decode_evicts_if_the_class_has_a_buffer(policy, buffer):
+    """As long as `held` says."""
+    cache = kvops.Cache(policy)
+    for n in (20, *range(21, 35)):
+        new = n - cache.seen
+        cache.attend(kit.randn(1, 4, new, 16, seed=n), *kit.kv(1, 2, new, 16, seed=n))
+        assert len(cache) == policy.held(n, 20) == 12 + (n - 20) % buffer
+
+
+def test_observing_needs_a_window_or_rows():
+    class Nothing(kvops.QueryPolicy):
+        pass
+
+    with pytest.raises(NotImplementedError):
+        kvops.Cache(Nothing(12)).attend(kit.randn(1, 4, 20, 16), *kit.kv(1, 2, 20, 16))
+
+
+@pytest.mark.parametrize("base", [kvops.H2O, kvops.KeyDiff, kvops.LAQ])
+def test_a_class_changes_one_of_its_bases_needs(base):
+    @dataclass(frozen=True, eq=False, slots=True)
+    class Mine(base):
+        @property
+        def needs(self):
+            return super(Mine, self).needs._replace(positions=True)
+
+    @dataclass(frozen=True, eq=False, slots=True)
+    class Plain(base):
+        pass
+
+    assert Mine(12).needs == Plain(12).needs == base(12).needs._replace(positions=True) != base(12).needs
+    assert type(kvops.Cache(Plain(12))) is type(kvops.Cache(base(12)))
+
+
+def test_merging_refuses_pages():
+    """Whatever the rule itself reads."""
+
+    @dataclass(frozen=True, eq=False)
+    class Merging(kvops.KeyPolicy):
+        needs = kvops.Needs(dense=False)
+        _: KW_ONLY
+        merge: bool = True
+
+    pages = dict(block_table=kit.int32(0)[:, None], lengths=kit.int32(16))
+    with pytest.raises(ValueError, match="takes no pages"):
+        Merging(4).compress(*kit.kv(1, 2, 16, 16), **pages)
+    with pytest.raises(ValueError, match="takes pages"):
+        kvops.PagedCache(Merging(4), 8, num_layers=1, kv_heads=2, head_dim=16)
 
 
 MINE = """

@@ -517,9 +517,10 @@ def test_satkv_decode():
     assert len(cache) == 24
 
 
-def test_decode_fills_a_buffer_with_a_window_of_one_too():
+@pytest.mark.parametrize("policy", [kvops.ProtoKV(12, 1, buffer=5, alpha=2, **SMALL), kvops.SATKV(12, 1, buffer=5)])
+def test_decode_fills_a_buffer_with_a_window_of_one_too(policy):
     """A step of one token is decode, although it has as many tokens as the window."""
-    cache = kvops.Cache(kvops.ProtoKV(12, 1, buffer=5, alpha=2, **SMALL))
+    cache = kvops.Cache(policy)
     lengths = []
     for t in (20, *[1] * 10):
         cache.attend(kit.randn(1, 4, t, 16, seed=t), *kit.kv(1, 2, t, 16, seed=t))

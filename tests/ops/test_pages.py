@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -386,6 +387,29 @@ def queries_of(policy: kvops.Policy, b: int, heads: int, n: int, d: int) -> dict
 
 def test_policies_say_whether_they_take_pages():
     assert not any(x.needs.dense for x in POLICIES) and all(x.needs.dense for x in REFUSE_PAGES)
+
+
+@dataclass(frozen=True, eq=False)
+class Mine(kvops.KeyDiff):
+    pass
+
+
+@pytest.mark.parametrize(
+    "call, width",
+    [
+        (lambda k, v, q, **pages: kvops.keydiff_compress(k, v, 20, **pages), 0),
+        (lambda k, v, q, **pages: kvops.snapkv_compress(k, v, q, 20, **pages), 8),
+        (lambda k, v, q, **pages: Mine(20).compress(k, v, **pages), 0),
+    ],
+    ids=["keydiff", "snapkv", "subclass"],
+)
+def test_policies_that_take_pages_compile(call, width):
+    k, v = kit.kv(2, 2, 96, 16)
+    pages, q = to_pages(k, v, 16), kit.randn(2, 4, width, 16)
+    given = dict(block_table=pages.block_table, lengths=kit.int32(96, 90))
+    torch.compiler.reset()
+    kept = torch.compile(call, fullgraph=True, backend="eager")(pages.k, pages.v, q, **given)
+    assert kit.same(kept, call(pages.k, pages.v, q, **given))
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda x: x.name)

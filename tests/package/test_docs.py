@@ -271,6 +271,15 @@ def public_names() -> set[str]:
     return names | {f"{module.__name__}.{x}" for module in modules for x in module.__all__}
 
 
+def test_the_reference_shows_schemas():
+    pytest.importorskip("griffe")
+    from kvops import ops
+
+    schema = runpy.run_path(str(ROOT / "docs/site/docstrings.py"))["schema"]
+    for op in ops.__all__:
+        assert f"torch.ops.kvops.{op}" in schema(f"{getattr(ops, op).__module__}.{op}"), op
+
+
 def test_the_reference_has_every_public_name():
     text = "\n".join(page.read_text() for page in (ROOT / "docs/api").glob("*.md"))
     listed = re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
