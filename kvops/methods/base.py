@@ -39,10 +39,10 @@ from ..ops.checks import (
     check_holds,
     check_holds_window,
     check_int,
+    check_protect,
     check_rank,
     check_recent,
     plain,
-    shown,
 )
 from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
 from .merging import merged_values
@@ -56,7 +56,6 @@ Protect = Literal["prompt"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 HEAD_MODES: tuple[HeadMode, ...] = get_args(HeadMode)
 POSITIONS: tuple[Positions, ...] = get_args(Positions)
-PROTECTS: tuple[Protect, ...] = get_args(Protect)
 #: The default buffer: tokens over the budget in decode, as a fraction of the budget. An eviction then costs little
 #: compared to the attention of the tokens in between (docs/decode.md).
 BUFFER = 1 / 16
@@ -519,7 +518,8 @@ class BudgetPolicy(Policy):
         super().check()
         check_recent(self.name, self.recent)
         check_buffer(self.name, self.buffer)
-        self._check_protect()
+        if self.protect is not None:
+            check_protect(self.name, self.protect, self.budget, self.buffer)
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         check_int(self.name, "sinks", self.sinks, 0)
         if isinstance(self.budget, Tensor):
@@ -534,20 +534,6 @@ class BudgetPolicy(Policy):
         newest = self.newest(keep)
         if isinstance(self.budget, int):
             self.check_holds(keep, newest)
-
-    def _check_protect(self) -> None:
-        if self.protect is None:
-            return
-        check_choice(self.name, "protect", self.protect, PROTECTS)
-        if not isinstance(self.budget, int):
-            raise ValueError(
-                f"{self.name}: protect='prompt' needs a budget in tokens, an int, got {shown(self.budget)}"
-            )
-        if self.buffer is None:
-            raise ValueError(
-                f"{self.name}: protect='prompt' needs a buffer, an int or a float, because without one a cache keeps "
-                "all new tokens, got None"
-            )
 
     def check_holds(self, keep: int, newest: int) -> None:
         """Raise ValueError if `keep` tokens do not hold the tokens that are always kept."""

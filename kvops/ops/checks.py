@@ -287,6 +287,18 @@ def check_buffer(op: str, buffer: int | float | None) -> None:
         raise ValueError(f"{op}: buffer as a fraction of the budget must be in (0, 1), got {buffer}")
 
 
+def check_protect(op: str, protect: str, budget: object, buffer: object) -> None:
+    """Check `protect` of a policy, which is not None, and what it needs."""
+    check_choice(op, "protect", protect, ("prompt",))
+    if not isinstance(budget, int):
+        raise ValueError(f"{op}: protect='prompt' needs a budget in tokens, an int, got {shown(budget)}")
+    if buffer is None:
+        raise ValueError(
+            f"{op}: protect='prompt' needs a buffer, an int or a float, because without one a cache keeps all new "
+            "tokens, got None"
+        )
+
+
 def check_holds(op: str, keep: int, sinks: int, recent: int) -> None:
     """Checks that a budget of `keep` tokens holds the protected tokens."""
     if sinks + recent > keep:
