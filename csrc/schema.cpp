@@ -76,6 +76,8 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "value_norm(Tensor v, Tensor w_o, *, int group_reduce=1, Tensor? starts=None, Tensor? lengths=None, "
       "Tensor? block_table=None) -> Tensor");
+  // VaSE value ranges: the largest channel of each value minus the smallest.
+  m.def("value_range(Tensor v, *, Tensor? starts=None, Tensor? lengths=None, Tensor? block_table=None) -> Tensor");
   // The mean (or sum) of the token scores in each cluster.
   m.def("cluster_mean(Tensor scores, Tensor assignment, int num_clusters, int reduce=1) -> Tensor");
   // Token priorities that make select_topk keep whole clusters, best first, then the best tokens of one more.

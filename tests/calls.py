@@ -336,6 +336,8 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "value_norm, padded": lambda x: (
         ops.value_norm(x.v, x.w_o, group_reduce="max", starts=x.starts, lengths=x.lengths),
     ),
+    "value_range": lambda x: (ops.value_range(x.v),),
+    "value_range, padded": lambda x: (ops.value_range(x.v, starts=x.starts, lengths=x.lengths),),
     "cluster_mean": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70),),
     "cluster_mean, sum": lambda x: (ops.cluster_mean(x.scores, x.assignment, num_clusters=70, reduce="sum"),),
     "cluster_priority": lambda x: ops.cluster_priority(x.scores, x.assignment, x.means, k=x.keep),

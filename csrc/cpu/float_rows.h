@@ -4,7 +4,7 @@
 // the L1 cache. Scores are sums over the lanes of one vector per key, added for VL keys at once. A score that is not
 // finite becomes NaN.
 #pragma once
-#include "simd.h"
+#include "runs.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -39,29 +39,6 @@ inline void store_scores(const float* sums, int64_t count, float scale, float* s
     const F score = sum_lanes(rows) * scale;
     store_first(scores + i, score - score == 0.0f ? score : splat(__builtin_nanf("")), count - i < VL ? count - i : VL);
   }
-}
-
-// Calls fn(worker's scratch, head index, b, first key, end) for runs of at most `keys` keys that cover the valid keys
-// of every KV head. Slots that are not valid get NaN in the scores of all `group` query heads.
-template <class Params, class Fn>
-inline void for_key_runs(const Params& p, const Workers& workers, int64_t scratch, int64_t keys, const Fn& fn) {
-  const int64_t runs = (p.n + keys - 1) / keys;
-  parallel_for(workers, workers.count, [&](int64_t worker) {
-    auto run = fn(workers.workspace + worker * scratch);
-    const Share items = share(p.b * p.heads * runs, worker, workers.count);
-    for (int64_t item = items.first; item < items.last; ++item) {
-      const int64_t head = item / runs, b = head / p.heads;
-      const int64_t first = p.slots.first(b), last = first + p.slots.count(b);
-      if (item % runs == 0)
-        for (int64_t g = 0; g < p.group; ++g) {
-          float* const scores = p.scores + (head * p.group + g) * p.n;
-          for (int64_t i = 0; i < first; ++i) scores[i] = __builtin_nanf("");
-          for (int64_t i = last; i < p.n; ++i) scores[i] = __builtin_nanf("");
-        }
-      const int64_t begin = first + item % runs * keys, end = last - begin < keys ? last : begin + keys;
-      if (begin < end) run(head, begin, end);
-    }
-  });
 }
 
 }  // namespace

@@ -112,7 +112,7 @@ void quadratic_scores(const QuadraticScoresParams& p, Call& call) {
   const Scratch sizes(p);
   const Workers workers = workers_for(call, p.b * p.heads * p.n * p.d * (p.group * p.d / 64 + 1), sizes.worker);
   with_read_dtype(p.dtype, [&](auto type) {
-    for_key_runs(p, workers, sizes.worker, kRun, [&](float* memory) {
+    for_runs(p, p.scores, p.group, workers, sizes.worker, kRun, [&](float* memory) {
       return [own = Quadratic<decltype(type)>(p, memory)](int64_t head, int64_t begin, int64_t end) mutable {
         own(head, begin, end);
       };

@@ -1,4 +1,4 @@
-// Sums over the lanes that share a row. All lanes of the warp must take part.
+// Sums and the like over the lanes that share a row. All lanes of the warp must take part.
 #pragma once
 #include "vec.cuh"
 
@@ -13,21 +13,28 @@ __device__ inline T lanes_sum(T x) {
   return x;
 }
 
-// The sums of N rows over the kLanes lanes that share them, all at once: in each step half of the rows go to each half
-// of the lanes, until each lane has one row. Lane l of the group gets, in x[0], the sum of row l / (kLanes / N).
-template <int kLanes, int N>
-__device__ inline float rows_sum(float (&x)[N]) {
+// The sums (or whatever `op` combines) of N rows over the kLanes lanes that share them, all at once: in each step half
+// of the rows go to each half of the lanes, until each lane has one row. Lane l of the group gets that of row l /
+// (kLanes / N).
+template <int kLanes, int N, class T, class Op>
+__device__ inline T rows_reduce(T (&x)[N], const Op& op) {
 #pragma unroll
   for (int left = N / 2; left; left /= 2) {
     const int step = kLanes / N * left;
     const bool upper = threadIdx.x & step;
 #pragma unroll
     for (int i = 0; i < left; ++i) {
-      const float mine = upper ? x[left + i] : x[i], other = upper ? x[i] : x[left + i];
-      x[i] = mine + __shfl_xor_sync(kWarp, other, step);
+      const T mine = upper ? x[left + i] : x[i], other = upper ? x[i] : x[left + i];
+      x[i] = op(mine, __shfl_xor_sync(kWarp, other, step));
     }
   }
-  return lanes_sum<kLanes / N>(x[0]);
+#pragma unroll
+  for (int step = kLanes / N / 2; step; step /= 2) x[0] = op(x[0], __shfl_xor_sync(kWarp, x[0], step));
+  return x[0];
+}
+template <int kLanes, int N>
+__device__ inline float rows_sum(float (&x)[N]) {
+  return rows_reduce<kLanes>(x, [](float a, float b) { return a + b; });
 }
 
 }  // namespace

@@ -686,6 +686,15 @@ ROWS: dict[str, Row] = {
         flops=lambda c: 2 * c.batch * c.n * c.heads * GROUP * c.d * HIDDEN,
         peer_goals={"matmul": 0.5},
     ),
+    "value_range": Row(
+        forms={"": lambda c: ops.value_range(c.v)},
+        eager=eager.value_range,
+        args=lambda c: (c.v,),
+        bytes=lambda c: size(c.v, c.scores),
+        against="read",
+        touched=lambda c: (c.v,),
+        copy_goal=0.8,
+    ),
     "cluster_mean": Row(
         forms={"": lambda c: ops.cluster_mean(c.scores, c.clusters.assignment, num_clusters=PROTOTYPES)},
         eager=eager.cluster_mean,

@@ -1799,7 +1799,7 @@ def vase_compress(
     ```text
     a[i, j]  = softmax over j of scale * q_i . k_j         the last w queries, each over the keys up to its own
     p[j]     = mean over the kernel_size slots around j of the mean over the group's query heads and i of a[i, j]
-    range[j] = max over the channels of v_j - min over the channels of v_j
+    range[j] = max over the channels of v_j - min over the channels of v_j                   (`ops.value_range`)
     ```
 
     The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import select_topk
+from ..ops import select_topk, value_range
 from ..ops.checks import check_int, check_recent, inference_only
 from ..ops.window import Pool, Pooling, outside_prefix, prefix_lengths
 from .base import Needs
 from .budgets import fraction_of, row_budgets
 from .queries import ObservedPolicy
 from .random_numbers import RANGE, random_integers
-from .select import dense_rows, readable_keys, shared_scores
+from .select import shared_scores
 from .view import View
 
 #: Added to the scores of the largest values. All others lie between the logarithm of the least float and 18.
@@ -36,7 +36,7 @@ class VaSE(ObservedPolicy):
     ```text
     a[i, j]  = softmax over j of scale * q_i . k_j         the last w queries, each over the keys up to its own
     p[j]     = mean over the kernel_size slots around j of the mean over the group's query heads and i of a[i, j]
-    range[j] = max over the channels of v_j - min over the channels of v_j
+    range[j] = max over the channels of v_j - min over the channels of v_j                   (`ops.value_range`)
     ```
 
     The w newest tokens, the sinks and the tokens of the largest ranges are kept. The rest of the budget is drawn
@@ -134,7 +134,7 @@ class VaSE(ObservedPolicy):
         return drawn + kept[..., : view.n]
 
     def check_values(self, view: View) -> None:
-        """Check v, which operators read only after the selection."""
+        """Check v against k, which no operator does before the selection."""
         inference_only(self.name, v=view.v)
         if view.v.dtype != view.k.dtype or view.v.dim() != 4 or view.v.shape[:3] != view.k.shape[:3]:
             raise ValueError(
@@ -144,10 +144,7 @@ class VaSE(ObservedPolicy):
 
     def ranges(self, view: View) -> Tensor:
         """The range of each value over its channels: fp32 [b, Hk, n]."""
-        v = readable_keys(self.name, view.v)
-        if view.block_table is not None:  # a copy
-            v = dense_rows(v, view.block_table)
-        return (v.amax(-1).float() - v.amin(-1).float()).contiguous()
+        return value_range(view.v, **view.slots)
 
     def gumbel(self, view: View) -> Tensor:
         """Independent numbers of the Gumbel distribution: fp32 [b, Hk, n]."""

@@ -48,6 +48,7 @@ __all__ = [
     "select_topk",
     "trig_scores",
     "value_norm",
+    "value_range",
     "window_attention",
     "window_scores",
 ]
@@ -83,6 +84,7 @@ _quadratic_scores = operator(_ops.quadratic_scores.default)
 _trig_scores = operator(_ops.trig_scores.default)
 _key_similarity = operator(_ops.key_similarity.default)
 _value_norm = operator(_ops.value_norm.default)
+_value_range = operator(_ops.value_range.default)
 _cluster_mean = operator(_ops.cluster_mean.default)
 _cluster_priority = operator(_ops.cluster_priority.default)
 
@@ -1186,6 +1188,46 @@ def value_norm(
 def _(v, w_o, *, group_reduce=1, starts=None, lengths=None, block_table=None):
     check_one_device("value_norm", v, w_o=w_o, starts=starts, lengths=lengths, block_table=block_table)
     return v.new_empty(_cache_shape("value_norm", v, block_table, "v")[:3], dtype=torch.float32)
+
+
+def value_range(
+    v: Tensor,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Compute VaSE's value ranges: the largest channel of each value minus the smallest.
+
+    ```text
+    range[i] = max over the channels of v_i - min over the channels of v_i
+    ```
+
+    A value with a NaN channel scores NaN, and so does one whose channels are all the same infinity. A value with other
+    infinities scores infinity. Invalid slots score NaN. Every device finds the same bits.
+
+    Args:
+        v: [b, Hk, n, dv].
+        starts: int32 [b], the first valid slot of each row.
+        lengths: int32 [b], the number of valid slots of each row.
+        block_table: int32 [b, max_pages]: `v` is pages (see the module docstring).
+
+    Returns:
+        fp32 [b, Hk, n].
+
+    Raises:
+        TypeError: A tensor argument is not a tensor.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: VaSE, Chang et al., 2026: the range of each value over its channels.
+    """
+    return _value_range(v, starts=starts, lengths=lengths, block_table=block_table)
+
+
+@register_fake("kvops::value_range")
+def _(v, *, starts=None, lengths=None, block_table=None):
+    check_one_device("value_range", v, starts=starts, lengths=lengths, block_table=block_table)
+    return v.new_empty(_cache_shape("value_range", v, block_table, "v")[:3], dtype=torch.float32)
 
 
 def cluster_mean(

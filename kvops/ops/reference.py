@@ -579,6 +579,19 @@ def value_norm(
     return torch.where(usable, reduced, torch.nan)
 
 
+@also_of_pages
+def value_range(
+    v: Tensor,
+    *,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """VaSE's value ranges. v: [b, Hk, n, dv] -> [b, Hk, n]."""
+    values = v.to(dtype)
+    return torch.where(valid_slots(v, starts, lengths), values.amax(-1) - values.amin(-1), torch.nan)
+
+
 def cluster_counts(scores: Tensor, assignment: Tensor, num_clusters: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of each cluster, [b, Hk, C]: the fp64 sum of its finite scores, their number, and its number of tokens."""
     member = (assignment >= 0).long()

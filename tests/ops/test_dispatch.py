@@ -197,6 +197,7 @@ def direct(x: calls.Inputs) -> dict:
         "trig_scores": dict(k=x.k, centers=x.mean, norms=x.norms, **span),
         "key_similarity": dict(k=x.k, **span),
         "value_norm": dict(v=x.v, w_o=x.w_o, **span),
+        "value_range": dict(v=x.v, **span),
         "cluster_mean": dict(scores=x.scores, assignment=x.assignment, num_clusters=70),
         "cluster_priority": dict(
             scores=x.scores, assignment=x.assignment, cluster_scores=x.means, k=x.keep, budgets=x.budgets
@@ -407,6 +408,7 @@ META = [
     (lambda k, s, i: ops.trig_scores(k, k), "trig_scores: centers must be"),
     (lambda k, s, i: ops.key_similarity(k[0]), "key_similarity: k must be"),
     (lambda k, s, i: ops.value_norm(k[0], s), "value_norm: v must be"),
+    (lambda k, s, i: ops.value_range(k[0]), "value_range: v must be"),
     (lambda k, s, i: ops.cluster_mean(s, i, num_clusters=0), "cluster_mean: num_clusters must be at least 1, got 0"),
     (
         lambda k, s, i: ops.cluster_priority(s[0], i, s, k=4),

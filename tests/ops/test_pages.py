@@ -244,6 +244,7 @@ def test_scores_of_ragged_requests(batch):
     pages_of_v = batch.pages[1]
     w_o = kit.randn(30, 2 * k.shape[1] * pages_of_v.shape[3]).to(k.dtype)
     same_as_alone(batch, ops.value_norm(pages_of_v, w_o, **options), lambda i, k, v: ops.value_norm(v, w_o), None)
+    same_as_alone(batch, ops.value_range(pages_of_v, **options), lambda i, k, v: ops.value_range(v), None)
     prototypes, counts = ops.build_prototypes(k, num_chunks=5, num_buckets=0, **options)
     for i, (n, (own, _)) in enumerate(zip(batch.lengths, batch.alone())):
         if n:
