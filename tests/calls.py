@@ -383,6 +383,46 @@ class Recorder(TorchDispatchMode):
         return overload(*args, **(kwargs or {}))
 
 
+def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
+    """Return, for each overload, the arguments of a call that succeeds, with every tensor that it takes."""
+    plan = list(x.plan.encoded)
+    ladder = dict(k=[x.k], v=[x.v], plan=plan, layer=[3], inv_freq=x.inv_freq)
+    span = dict(starts=x.starts, lengths=x.lengths)
+    window = dict(q=x.q, k=x.k, visible=x.visible, starts=x.starts, sink_logits=x.sink_logits)
+    tables = dict(zip(("cos", "sin"), x.angles))
+    k_out, v_out = x.out
+    ladder_out = dict(k_out=[x.ladder_out[0]], v_out=[x.ladder_out[1]])
+    every = {
+        "lag_score": dict(k=x.k, v=x.v, lag=x.lag, **span),
+        "anchor_cosine": dict(k=x.k, anchor=x.anchor, **span),
+        "window_scores": dict(window, lse=ops.window_attention(v=x.v, **window)[1]),
+        "window_attention": dict(window, v=x.v, **tables),
+        "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
+        "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),
+        "gather_kv.out": dict(k=x.k, v=x.v, indices=x.indices, k_out=k_out, v_out=v_out),
+        "compact_kv_": dict(k=[x.k], v=[x.v], indices=[x.indices]),
+        "ladder_gather": ladder,
+        "ladder_gather.out": dict(ladder, **ladder_out),
+        "ladder_compact_": ladder,
+        "rope_at_slots": dict(k=x.k, **tables),
+        "rope_at_slots.out": dict(k=x.k, **tables, k_out=torch.empty_like(x.k)),
+        "outlier_degree": dict(k=x.k, **span),
+        "lsh_bucket": dict(k=x.k, indices=x.indices, projection=x.projection, phase=x.phase),
+        "build_prototypes": dict(k=x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=6, **span),
+        "assign_prototypes": dict(k=x.k, prototypes=x.prototypes, **span),
+        "quadratic_scores": dict(k=x.k, mean=x.mean, cov=x.cov, **span),
+        "trig_scores": dict(k=x.k, centers=x.mean, norms=x.norms, **span),
+        "key_similarity": dict(k=x.k, **span),
+        "value_norm": dict(v=x.v, w_o=x.w_o, **span),
+        "value_range": dict(v=x.v, **span),
+        "cluster_mean": dict(scores=x.scores, assignment=x.assignment, num_clusters=70),
+        "cluster_priority": dict(
+            scores=x.scores, assignment=x.assignment, cluster_scores=x.means, k=x.keep, budgets=x.budgets
+        ),
+    }
+    return {f"kvops::{name}": arguments for name, arguments in every.items()}
+
+
 def direct(name: str, x: Inputs) -> tuple[OpOverload, dict[str, Any]]:
     """Return the overload and arguments that one of OPERATORS_CALLS leads to. Shared tensors stay shared."""
     with Recorder() as recorder:

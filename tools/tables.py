@@ -1,4 +1,4 @@
-"""Writes what is derived from the table of methods and from the methods' pages, so that each fact is typed once.
+"""Writes what is derived from operators, the table of methods, and the methods' pages, so that each fact is typed once.
 
     python tools/tables.py    # make tables
 
@@ -6,15 +6,20 @@
 - The tables of methods in README.md and docs/methods.md: a row per page in docs/methods/, from its title, the list
   below it, and its paper.
 - The lists of policies and functions in docs/api/, and the methods' pages in the navigation of mkdocs.yml.
+- The table of operators in README.md, from the first sentences of their docstrings, their list in docs/api/, and their
+  schemas in docs/operators.md, all in the order of csrc/schema.cpp.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
+from kvops import ops
 from kvops.methods import METHODS, Policy, functions
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,40 +62,61 @@ def page(file: Path) -> Page:
     return Page(file.stem, *head.groups(), paper)
 
 
+def schemas() -> list[str]:
+    """Return the operators' schemas as csrc/schema.cpp has them."""
+    definitions = re.findall(r"m\.def\((.*?)\);", (ROOT / "csrc/schema.cpp").read_text(), re.DOTALL)
+    return ["".join(re.findall(r'"(.*?)"', x)) for x in definitions]
+
+
+def wrapped(schema: str) -> str:
+    """Return a schema in lines that break between arguments."""
+    whole = re.sub(r"(?<!,) ", "\u00a0", schema).replace("\u00a0->", " ->")
+    fill = textwrap.TextWrapper(100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False).fill
+    return fill(whole).replace("\u00a0", " ")
+
+
+def about(op: str) -> str:
+    """Return the first sentence of an operator's docstring."""
+    first = (inspect.getdoc(getattr(ops, op)) or "").partition("\n\n")[0]
+    return " ".join(first.split()).partition(". ")[0].rstrip(".").replace("|", "\\|")
+
+
 def table(head: str, rows: list[tuple[str, ...]]) -> str:
     """Return a table in Markdown."""
     lines = [f"| {' | '.join(x)} |".replace("|  |", "| |") for x in rows]
     return "\n".join([head, "|---" * len(rows[0]) + "|", *lines])
 
 
-def between(
-    path: str, text: str, start: str = "<!-- methods -->\n\n", end: str = "\n\n<!-- end -->"
-) -> tuple[Path, str]:
-    """Return the file, and what it contains with that text between its markers."""
-    before, _, rest = (ROOT / path).read_text().partition(start)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(f"{path}: expected the markers {start.strip()} and {end.strip()}")
-    return ROOT / path, f"{before}{start}{text}{end}{after}"
-
-
 def written() -> dict[Path, str]:
     """Return what each file must contain."""
+    files = {ROOT / "kvops/methods/functions.pyi": functions.module_text(calls=False)}
+
+    def put(path: str, text: str, start: str = "<!-- methods -->\n\n", end: str = "\n\n<!-- end -->") -> None:
+        """Put a text between its markers."""
+        file = ROOT / path
+        before, _, rest = (files.get(file) or file.read_text()).partition(start)
+        _, found, after = rest.partition(end)
+        if not found:
+            raise SystemExit(f"{path}: expected the markers {start.strip()} and {end.strip()}")
+        files[file] = f"{before}{start}{text}{end}{after}"
+
     found, names = pages(), [x.__name__ for x in policies()]
     short = [(f"[{x.title}](docs/methods/{x.stem}.md)", x.keeps, x.paper) for x in found]
     long = [(f"[{x.title}](methods/{x.stem}.md)", x.keeps, x.reads, x.budget) for x in found]
     calls = [f"{x.lower()}_compress{end}" for x in names for end in ("", "_")]
+    put("README.md", table("| method | keeps | paper |", short))
+    put("docs/methods.md", table("| method | keeps | reads | budget |", long))
+    put("docs/api/policies.md", "\n\n".join(f"::: kvops.{x}" for x in names))
+    put("docs/api/functions.md", "\n\n".join(f"::: kvops.{x}" for x in calls if x in functions.__all__))
     nav = "\n".join(f"      - {x.title}: methods/{x.stem}.md" for x in found)
-    return dict(
-        (
-            (ROOT / "kvops/methods/functions.pyi", functions.module_text(calls=False)),
-            between("README.md", table("| method | keeps | paper |", short)),
-            between("docs/methods.md", table("| method | keeps | reads | budget |", long)),
-            between("docs/api/policies.md", "\n\n".join(f"::: kvops.{x}" for x in names)),
-            between("docs/api/functions.md", "\n\n".join(f"::: kvops.{x}" for x in calls if x in functions.__all__)),
-            between("mkdocs.yml", nav, "      # methods\n", "\n      # end"),
-        )
-    )
+    put("mkdocs.yml", nav, "      # methods\n", "\n      # end")
+
+    begin = "<!-- operators -->\n\n"
+    operators = list(dict.fromkeys(re.split(r"[.(]", x)[0] for x in schemas()))
+    put("README.md", table("| operator | what it does |", [(f"`{x}`", about(x)) for x in operators]), begin)
+    put("docs/api/ops.md", "\n\n".join(f"::: kvops.ops.{x}" for x in operators), begin)
+    put("docs/operators.md", "\n".join(map(wrapped, schemas())), f"{begin}```text\n", "\n```\n\n<!-- end -->")
+    return files
 
 
 if __name__ == "__main__":

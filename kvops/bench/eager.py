@@ -157,11 +157,6 @@ def value_norm(v: Tensor, w_o: Tensor) -> Tensor:
     return torch.stack([(v @ x).abs().sum(-1, dtype=torch.float32) for x in weights]).mean(0)
 
 
-def value_range(v: Tensor) -> Tensor:
-    """VaSE's value ranges: [b, Hk, n, dv] -> [b, Hk, n]."""
-    return v.amax(-1).float() - v.amin(-1).float()
-
-
 def cluster_sums(scores: Tensor, assignment: Tensor, count: int) -> Tensor:
     """[b, Hk, n] twice -> [b, Hk, count]."""
     return scores.new_zeros(*scores.shape[:2], count).scatter_add_(2, assignment.long(), scores)

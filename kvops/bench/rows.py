@@ -688,7 +688,7 @@ ROWS: dict[str, Row] = {
     ),
     "value_range": Row(
         forms={"": lambda c: ops.value_range(c.v)},
-        eager=eager.value_range,
+        eager=lambda v: v.amax(-1).float() - v.amin(-1).float(),
         args=lambda c: (c.v,),
         bytes=lambda c: size(c.v, c.scores),
         against="read",

@@ -166,46 +166,6 @@ def test_out_of_memory_of_a_gpu():
 # Autograd
 
 
-def direct(x: calls.Inputs) -> dict:
-    """For each overload (arguments by name) of a call that succeeds, with every tensor that it takes."""
-    plan = list(x.plan.encoded)
-    ladder = dict(k=[x.k], v=[x.v], plan=plan, layer=[3], inv_freq=x.inv_freq)
-    span = dict(starts=x.starts, lengths=x.lengths)
-    window = dict(q=x.q, k=x.k, visible=x.visible, starts=x.starts, sink_logits=x.sink_logits)
-    tables = dict(zip(("cos", "sin"), x.angles))
-    k_out, v_out = x.out
-    ladder_out = dict(k_out=[x.ladder_out[0]], v_out=[x.ladder_out[1]])
-    calls = {
-        "lag_score": dict(k=x.k, v=x.v, lag=x.lag, **span),
-        "anchor_cosine": dict(k=x.k, anchor=x.anchor, **span),
-        "window_scores": dict(window, lse=ops.window_attention(v=x.v, **window)[1]),
-        "window_attention": dict(window, v=x.v, **tables),
-        "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
-        "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),
-        "gather_kv.out": dict(k=x.k, v=x.v, indices=x.indices, k_out=k_out, v_out=v_out),
-        "compact_kv_": dict(k=[x.k], v=[x.v], indices=[x.indices]),
-        "ladder_gather": ladder,
-        "ladder_gather.out": dict(ladder, **ladder_out),
-        "ladder_compact_": ladder,
-        "rope_at_slots": dict(k=x.k, **tables),
-        "rope_at_slots.out": dict(k=x.k, **tables, k_out=torch.empty_like(x.k)),
-        "outlier_degree": dict(k=x.k, **span),
-        "lsh_bucket": dict(k=x.k, indices=x.indices, projection=x.projection, phase=x.phase),
-        "build_prototypes": dict(k=x.k, sat_indices=x.indices, buckets=x.buckets, num_chunks=6, **span),
-        "assign_prototypes": dict(k=x.k, prototypes=x.prototypes, **span),
-        "quadratic_scores": dict(k=x.k, mean=x.mean, cov=x.cov, **span),
-        "trig_scores": dict(k=x.k, centers=x.mean, norms=x.norms, **span),
-        "key_similarity": dict(k=x.k, **span),
-        "value_norm": dict(v=x.v, w_o=x.w_o, **span),
-        "value_range": dict(v=x.v, **span),
-        "cluster_mean": dict(scores=x.scores, assignment=x.assignment, num_clusters=70),
-        "cluster_priority": dict(
-            scores=x.scores, assignment=x.assignment, cluster_scores=x.means, k=x.keep, budgets=x.budgets
-        ),
-    }
-    return {f"kvops::{name}": arguments for name, arguments in calls.items()}
-
-
 def replaced(arguments: dict, name: str, f) -> dict:
     """The arguments with f of the tensor, or of the first tensor, of one of them."""
     value = arguments[name]
@@ -219,7 +179,7 @@ def floating(overload, arguments: dict) -> list[str]:
 
 @pytest.mark.parametrize("overload", OVERLOADS, ids=str)
 def test_every_argument_that_requires_grad_is_refused(overload):
-    arguments = direct(inputs())[overload._name]
+    arguments = calls.every_tensor(inputs())[overload._name]
     tensors = {a.name for a in overload._schema.arguments if "Tensor" in str(a.type)}
     assert tensors - {"block_table"} <= set(arguments)  # that is of integers; test_pages.py gives it to every call
     with torch.no_grad():
@@ -235,7 +195,7 @@ def test_every_argument_that_requires_grad_is_refused(overload):
 @pytest.mark.parametrize("overload", OVERLOADS, ids=str)
 def test_every_tangent_is_refused(overload):
     """Also under no_grad(), where forward differentiation goes on."""
-    arguments = direct(inputs())[overload._name]
+    arguments = calls.every_tensor(inputs())[overload._name]
     for name in floating(overload, arguments):
         with forward_ad.dual_level(), torch.no_grad():
             tracked = replaced(arguments, name, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
@@ -277,7 +237,7 @@ def test_transforms_raise(function):
 )
 def test_what_backward_needs_is_not_overwritten_in_silence(name, mode):
     """Called directly; the public functions have always counted."""
-    arguments = direct(inputs())[f"kvops::{name}"]
+    arguments = calls.every_tensor(inputs())[f"kvops::{name}"]
     op, _, overload = name.partition(".")
     call = getattr(getattr(torch.ops.kvops, op), overload or "default")
     for written in [a.name for a in call._schema.arguments if a.alias_info]:
@@ -332,7 +292,7 @@ def test_wrong_types_are_type_errors():
 @pytest.mark.parametrize("op", ops.__all__)
 def test_what_is_no_tensor(op):
     """Each tensor that an operator needs, one after the other."""
-    given, public = direct(inputs())[f"kvops::{op}"], getattr(ops, op)
+    given, public = calls.every_tensor(inputs())[f"kvops::{op}"], getattr(ops, op)
     schema = getattr(torch.ops.kvops, op).default._schema
     for argument in schema.arguments:
         if str(argument.type) not in ("Tensor", "List[Tensor]"):

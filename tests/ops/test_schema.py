@@ -38,7 +38,7 @@ def test_the_schema_is_what_is_registered():
 def test_every_operator_is_in_the_files_that_the_docs_list(op):
     rows = re.findall(r"^\| (`.*?`) \|", (ROOT / "docs/adding_an_operator.md").read_text(), re.MULTILINE)
     files = [x for row in rows for x in re.findall(r"`(\S+)`", row)]
-    assert len(files) <= 14 and {"csrc/schema.cpp", "csrc/cuda/<op>.cu", "README.md"} < set(files)
+    assert len(files) <= 14 and {"csrc/schema.cpp", "csrc/cuda/<op>.cu", "docs/operators.md"} < set(files)
     for file in files:
         path = ROOT / file.replace("<op>", op)
         assert path.is_file(), f"{op} has no {file}"
@@ -49,13 +49,6 @@ def test_every_operator_is_in_the_files_that_the_docs_list(op):
     assert op in bench.ROWS, f"{op} has no row in the benchmark"
     table = (ROOT / "docs/operators.md").read_text()
     assert re.search(rf"^\| `{op}` \|", table, re.MULTILINE), f"{op} has no row in docs/operators.md"
-    assert re.search(rf"^\|.*`{op}`.*\|", (ROOT / "README.md").read_text(), re.MULTILINE), f"README.md lacks {op}"
-
-
-def test_the_docs_show_the_schemas():
-    (block,) = re.findall(r"```text\n(lag_score\(.*?)```", (ROOT / "docs/operators.md").read_text(), re.DOTALL)
-    shown = [torch._C.parse_schema(f"kvops::{' '.join(x.split())}") for x in re.split(r"\n(?=\S)", block.strip())]
-    assert shown == SCHEMAS
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
