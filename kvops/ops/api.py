@@ -1210,7 +1210,7 @@ def value_range(
         v: [b, Hk, n, dv].
         starts: int32 [b], the first valid slot of each row.
         lengths: int32 [b], the number of valid slots of each row.
-        block_table: int32 [b, max_pages]: `v` is pages (see the module docstring).
+        block_table: int32 [b, max_pages]: `v` is pages (see `kvops.ops`).
 
     Returns:
         fp32 [b, Hk, n].
