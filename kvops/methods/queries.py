@@ -78,7 +78,7 @@ class QueryPolicy(BudgetPolicy):
         super().check()
 
     def protected(self, view: View) -> int | float:
-        return view.window or super().protected(view)
+        return view.window if self.window or view.window else super().protected(view)
 
     @property
     def operator_reduce(self) -> str:
@@ -174,7 +174,7 @@ class QueryPolicy(BudgetPolicy):
         return view.seen_by_queries
 
     def evict(self, view: View) -> Tensor | None:
-        newest = view.window or self.newest(budget_tokens(self.budget, view.seen))
+        newest = view.window if self.window or view.window else self.newest(budget_tokens(self.budget, view.seen))
         return self.choose(self.scores(view), view, self.room(view), recent=newest)
 
 
