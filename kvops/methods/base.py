@@ -580,6 +580,10 @@ class BudgetPolicy(Policy):
         """`newest` for a one-shot call: tokens, or a fraction of each row's or head's budget."""
         return self.window or self.recent
 
+    def protected_in_cache(self, view: View) -> int:
+        """`newest` of the budget of a cache."""
+        return self.newest(budget_tokens(self.budget, view.seen))
+
     def select(self, view: View) -> Tensor:
         return self.pick(self.scores(view), view)
 
@@ -649,7 +653,7 @@ class BudgetPolicy(Policy):
         keep = self.room(view)
         if not self.full(view, keep) or self.whole(view):
             return None
-        return self.choose(self.scores(view), view, keep, recent=self.newest(budget_tokens(self.budget, view.seen)))
+        return self.choose(self.scores(view), view, keep, recent=self.protected_in_cache(view))
 
     def buffer_tokens(self, keep: int) -> int:
         """The buffer of a budget of `keep` tokens."""

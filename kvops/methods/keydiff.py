@@ -17,7 +17,6 @@ from torch.nn.functional import normalize
 from ..ops import anchor_cosine
 from ..ops.checks import check_bool, check_choice, check_int
 from .base import KeyPolicy, Needs
-from .budgets import budget_tokens
 from .select import readable_keys
 from .view import View
 
@@ -107,7 +106,7 @@ class KeyDiff(KeyPolicy):
         scores, anchor = anchor_cosine(
             k, anchor=anchor, normalize_anchor=self.normalize_anchor, starts=pads, return_anchor=True
         )
-        indices = self.choose(scores, view, keep, recent=self.newest(budget_tokens(self.budget, view.seen)))
+        indices = self.choose(scores, view, keep, recent=self.protected_in_cache(view))
         drift += evicted
         if drift >= self.refresh or evicted > keep:
             anchor, drift = None, 0

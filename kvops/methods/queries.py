@@ -80,6 +80,9 @@ class QueryPolicy(BudgetPolicy):
     def protected(self, view: View) -> int | float:
         return view.window if self.window or view.window else super().protected(view)
 
+    def protected_in_cache(self, view: View) -> int:
+        return view.window if self.window or view.window else super().protected_in_cache(view)
+
     @property
     def operator_reduce(self) -> str:
         """The `group_reduce` of the operator; with "none" `scores` reduces the query heads."""
@@ -174,8 +177,7 @@ class QueryPolicy(BudgetPolicy):
         return view.seen_by_queries
 
     def evict(self, view: View) -> Tensor | None:
-        newest = view.window if self.window or view.window else self.newest(budget_tokens(self.budget, view.seen))
-        return self.choose(self.scores(view), view, self.room(view), recent=newest)
+        return self.choose(self.scores(view), view, self.room(view), recent=self.protected_in_cache(view))
 
 
 def split(call: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None, dict[str, Any]]:
