@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..methods.queries import QueryPolicy
 from ..methods.view import View
 from ..ops.api import MAX_WINDOW, window_attention
 from ..ops.flash_attention import attention
-from ..ops.window import causal_limits, summed_scores
+from ..ops.window import causal_limits
 from .base import Cache, check_step
 
 
@@ -139,34 +139,43 @@ class AttendingCache(Cache, kind="queries"):
         """Combine the scores of all layers as if one layer had all their query heads."""
         if len(parts) == 1:
             return parts[0]
-        if self.policy.operator_reduce == "none":
-            return torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2)
-        if self.policy.operator_reduce == "max":
-            return functools.reduce(torch.maximum, parts)
-        total = functools.reduce(torch.add, parts)
-        return total / len(parts) if self.policy.operator_reduce == "mean" else total
+        reductions = [group for _, group in self.policy.reductions]
+        more = heads * (len(reductions) - 1)  # at most the first has a score per query head
+        split = [x.split([x.shape[1] - more, *[heads] * (len(reductions) - 1)], 1) for x in parts]
+        return torch.cat([_reduced(group, x, heads) for group, x in zip(reductions, zip(*split))], 1)
 
     def _observe(
         self, q: Tensor, k: Tensor, v: Tensor, w: int, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the attention of all rows, and the scores of the last w."""
-        pads, (t, n) = self._step_pads, (q.shape[2], k.shape[2])
-        reductions = dict(reduce=self.policy.reduce, group_reduce=self.policy.operator_reduce, starts=pads, **options)
+        policy, pads, (t, n) = self.policy, self._step_pads, (q.shape[2], k.shape[2])
         limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
-        if 0 < w <= MAX_WINDOW and self.policy.score == "softmax":
-            out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions)
+        [(rows, group), *more] = policy.reductions
+        if 0 < w <= MAX_WINDOW and policy.score == "softmax" and not more:
+            reductions: dict[str, Any] = dict(reduce=rows, group_reduce=group, starts=pads)
+            out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions, **options)
             if w < t:  # earlier rows need no scores, so any FlashAttention serves
                 starts = None if pads is None else pads.clamp(max=n - w)
                 rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
                 out = torch.cat((rest, out), 2)
             return out, scores
         out, lse, _ = attention(q, k, v, starts=pads, **options)
-        if self.policy.score == "dot":
-            reductions["sink_logits"] = None
+        if policy.score == "dot":
+            options = {**options, "sink_logits": None}
         last = slice(t - w, t)
-        known = lse[:, :, last] if self.policy.score == "softmax" else None
-        prefix = n - w if self.policy.protects_window else None
-        return out, summed_scores(q[:, :, last], k, limits[last], known, prefix, score=self.policy.score, **reductions)
+        known = lse[:, :, last] if policy.score == "softmax" else None
+        prefix = n - w if policy.protects_window else None
+        return out, policy.summed(q[:, :, last], View(k, v, pads), limits[last], known, prefix, options)
+
+
+def _reduced(how: str, parts: Sequence[Tensor], heads: int) -> Tensor:
+    """Reduce the scores of several layers over a group, or with "none" make one group of their query heads."""
+    if how == "none":
+        return torch.cat([x.unflatten(1, (heads, -1)) for x in parts], 2).flatten(1, 2)
+    if how == "max":
+        return functools.reduce(torch.maximum, parts)
+    total = functools.reduce(torch.add, parts)
+    return total / len(parts) if how == "mean" else total
 
 
 class LookaheadCache(AttendingCache, kind="draft"):

@@ -19,7 +19,7 @@ PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo", "Wo")  # what mode
 
 
 def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
-    """Return the weights of the output projection of each layer that evicts, for `kvops.CriticalKV`.
+    """Return the weights of the output projection of each layer that evicts, for policies with `w_o`.
 
     The weights are those that the projection applies at the time of the call. Where random vectors show that its
     `weight` is all that it applies, bit for bit, this is returned. Otherwise, as with adapters (LoRA), offloaded or

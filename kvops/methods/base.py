@@ -46,6 +46,7 @@ from ..ops.checks import (
 )
 from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
 from .merging import merged_values
+from .projection import Projection, check_layers, check_projection
 from .select import all_slots, readable_keys, select_budget, shared_scores
 from .view import View
 
@@ -224,6 +225,8 @@ class Policy:
     positions: Positions = "original"
     #: `move` averages evicted values into kept ones, see `KeyDiff`. Engines that move tokens themselves refuse that.
     merge: bool = False
+    #: The weights of the output projection, see `CriticalKV`.
+    w_o: Projection | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -236,6 +239,8 @@ class Policy:
             value = getattr(self, setting.name, None)
             if not isinstance(value, PLAIN):
                 object.__setattr__(self, setting.name, plain(value))
+        if isinstance(self.w_o, list):
+            object.__setattr__(self, "w_o", tuple(self.w_o))
         self.check()
 
     @property
@@ -260,9 +265,12 @@ class Policy:
         """Raise TypeError or ValueError for invalid settings."""
         check_choice(self.name, "positions", self.positions, POSITIONS)
         check_bool(self.name, "merge", self.merge)
+        check_projection(self.name, self.w_o)
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         """Raise ValueError if a cache of this layer cannot use this policy."""
+        if "w_o" in self.needs.model:
+            check_layers(self.name, self.w_o, num_layers)
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
@@ -273,6 +281,7 @@ class Policy:
                 raise ValueError(
                     f"{self.name}: all heads keep the same number of tokens, expected by_head=False, got {self!r}"
                 )
+            Policy.check_cache(self, 0, num_layers)  # heads may differ in length
             return
         for layer in range(num_layers):
             self.check_cache(layer, num_layers)
@@ -552,6 +561,7 @@ class BudgetPolicy(Policy):
                 f"{self.name}: the heads of a cache keep the same number of tokens, expected budget as an int or a "
                 "float and head_mode 'per_head' or 'shared', got a budget per head"
             )
+        super().check_cache(layer, num_layers)
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         if not isinstance(self.budget, int):

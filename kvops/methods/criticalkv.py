@@ -10,7 +10,6 @@ Decisions: docs/methods/criticalkv.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..ops import select_topk, value_norm
+from ..ops import select_topk
 from ..ops.checks import check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
 from .budgets import Budget, fraction_of, row_budgets
+from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
 from .view import View
@@ -69,63 +69,18 @@ class CriticalKV(WindowPolicy):
     by_head: ClassVar[bool] = True
 
     _: KW_ONLY
-    w_o: Tensor | Sequence[Tensor] | None = field(default=None, repr=False)
+    w_o: Projection | None = field(default=None, repr=False)
     first_stage_ratio: float = 0.5
     epsilon: float = 1e-4
-
-    def __post_init__(self) -> None:
-        if isinstance(self.w_o, (list, tuple)):
-            object.__setattr__(self, "w_o", tuple(self.w_o))
-        super().__post_init__()
 
     def check(self) -> None:
         check_finite(self.name, "first_stage_ratio", self.first_stage_ratio, 0, 1)
         check_finite(self.name, "epsilon", self.epsilon, 0)
-        weights = self.w_o if isinstance(self.w_o, tuple) else () if self.w_o is None else (self.w_o,)
-        for x in weights:
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{self.name}: w_o must be a torch.Tensor or a list of them, got {type(x).__name__}")
-            if x.dim() != 2:
-                raise ValueError(f"{self.name}: w_o must be [hidden, Hq * dv], got shape {list(x.shape)}")
         super().check()
-
-    def check_cache(self, layer: int, num_layers: int) -> None:
-        super().check_cache(layer, num_layers)
-        self._check_weights(num_layers)
-
-    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        super().check_paged_cache(num_layers, by_head)
-        self._check_weights(num_layers)
-
-    def _check_weights(self, num_layers: int) -> None:
-        if self.w_o is None:
-            raise ValueError(f"{self.name}: {_MISSING}")
-        if isinstance(self.w_o, tuple) and len(self.w_o) != num_layers:
-            raise ValueError(
-                f"{self.name}: w_o must have the weights of each layer that evicts, expected {num_layers}, got "
-                f"{len(self.w_o)}"
-            )
-
-    def weights(self, view: View) -> Tensor:
-        """The output projection of the view's layer, in the dtype that v is computed in."""
-        w_o = self.w_o
-        if isinstance(w_o, tuple):
-            if view.layer is None:
-                raise TypeError(f"{self.name}: w_o is a list, so layer must be an int, got None; pass it to compress")
-            if not 0 <= view.layer < len(w_o):
-                raise ValueError(
-                    f"{self.name}: layer must name one of the {len(w_o)} weights of w_o, got layer {view.layer}"
-                )
-            w_o = w_o[view.layer]
-        if w_o is None:
-            raise ValueError(f"{self.name}: {_MISSING}")
-        assert isinstance(w_o, Tensor)
-        dtype = torch.bfloat16 if view.v.element_size() == 1 else view.v.dtype
-        return w_o.detach().to(view.v.device, dtype)
 
     def choose(self, scores: Tensor, view: View, budget: Budget, *, recent: int = 0, **options: Any) -> Tensor:
         """Select the slots to keep, given SnapKV's scores, fp32 [b, Hk, n]."""
-        norms = value_norm(view.v, self.weights(view), **view.slots)
+        norms = projected_norms(self.name, self.w_o, view)
         weighted = (scores / view.window + self.epsilon) * norms
         if self.head_mode == "adaptive":
             budget = self._shares(scores, view, recent)
@@ -152,8 +107,3 @@ class CriticalKV(WindowPolicy):
             self.name, ranked, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans, **options
         )
 
-
-_MISSING = (
-    "w_o must be the weights of the output projection, [hidden, Hq * dv] or a list of them by layer, got None; pass "
-    "w_o=kvops.hf.output_weights(model), or use kvops.hf.for_model(policy, model)"
-)

@@ -247,6 +247,9 @@ def defensivekv_compress(
     pool_first: bool = False,
     score: Literal["softmax", "dot"] = "softmax",
     prior: float = 1.0,
+    stages: bool = True,
+    first_stage_mass: float = 0.9,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """DefensiveKV: keeps the tokens to which at least one of the prompt's last queries attends, per head.
@@ -255,15 +258,20 @@ def defensivekv_compress(
 
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      the last w queries, each over the keys up to its own
-    r[j]    = max over the group's query heads and the rows i of a[i, j]        for j < n - w: the worst-case risk
+    m[j]    = mean over the group's query heads and the rows i of a[i, j]       for j < n - w
+    r[j]    = max over the group's query heads and the rows i of a[i, j]        the worst-case risk
     p[j]    = the highest r among the kernel_size slots centred on j
-    score   = max(p[j], prior * mean of p over all j < n - w)                   the prior-risk correction
+    risk[j] = max(p[j], prior * mean of p over all j < n - w)                   the prior-risk correction
+    norm[j] = mean over the group's query heads h of ||W_O^h v_j||_1            (`ops.value_norm`)
+    kept    = the w newest tokens;
+              the tokens of highest m, as long as the attention m of all others is more than 1 - first_stage_mass;
+              and up to the budget the tokens of highest risk * norm / (sum of norm over all j < n - w)
     ```
 
     A key that is important for a single query has a low mean, and SnapKV evicts it. Here its one high weight counts.
-    The correction gives each key a risk of at least the head's mean. It matters where heads share a budget
-    (head_mode="adaptive"), and where the budget reaches below the mean: of the corrected keys, the lower slots are
-    kept. Keys whose score is NaN do not count in the mean and are evicted first.
+    The correction gives each key a risk of at least the head's mean. The two stages are CriticalKV's; without them
+    (`stages=False`) the risk alone decides, and W_O is not needed. Keys whose score is NaN do not count in the sums and
+    are evicted first.
 
     Args:
         k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
@@ -278,13 +286,19 @@ def defensivekv_compress(
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
-        group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
+            (`kvops.head_budgets`). With "adaptive" the heads share the layer's budget by both stages. With "shared" m
+            and the second stage's scores are means over the heads.
+        group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
+            is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax", or "dot": the sum of the logits themselves. "dot" needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
+        stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
+        first_stage_mass: The part of the attention, in [0, 1], that the window and the first stage are to hold. The
+            token that would reach it is left to the second stage.
+        w_o: The weights of the output projection, see `CriticalKV`. Only needed with `stages`.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 
@@ -313,6 +327,9 @@ def defensivekv_compress_(
     pool_first: bool = False,
     score: Literal["softmax", "dot"] = "softmax",
     prior: float = 1.0,
+    stages: bool = True,
+    first_stage_mass: float = 0.9,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """`defensivekv_compress` in place: moves the kept slots to the front of k and v, and returns views of them.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypedDict, get_args
 
+import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -87,6 +88,11 @@ class QueryPolicy(BudgetPolicy):
     def operator_reduce(self) -> str:
         """The `group_reduce` of the operator; with "none" `scores` reduces the query heads."""
         return self.group_reduce
+
+    @property
+    def reductions(self) -> tuple[tuple[str, str], ...]:
+        """`reduce` and `group_reduce` of the operator. The scores of further pairs follow the first as more heads."""
+        return ((self.reduce, self.operator_reduce),)
 
     @property
     def decode_window(self) -> int:
@@ -167,11 +173,14 @@ class QueryPolicy(BudgetPolicy):
         prefix: int | Tensor | None,
         logits: Mapping[str, Any],
     ) -> Tensor | None:
-        """The summed scores of rows with the limits `visible`; see `summed_scores`."""
-        options = {"score": self.score, "reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
-        return summed_scores(
-            q, view.k, visible, lse, prefix, starts=view.starts, block_table=view.block_table, **options
-        )
+        """The summed scores of rows with the limits `visible`; see `summed_scores` and `reductions`."""
+        options = {"score": self.score, "starts": view.starts, "block_table": view.block_table, **logits}
+        parts = [
+            summed_scores(q, view.k, visible, lse, prefix, reduce=rows, group_reduce=group, **options)
+            for rows, group in self.reductions
+        ]
+        scores = [x for x in parts if x is not None]
+        return torch.cat(scores, 1) if len(scores) > 1 else parts[0]
 
     def scores(self, view: View) -> Tensor:
         return view.seen_by_queries

@@ -41,7 +41,6 @@ from ..cache.queries import check_observed
 from ..cache.schedule import Schedule
 from ..methods import Policy
 from ..methods.base import BudgetPolicy, check_policy
-from ..methods.criticalkv import CriticalKV
 from ..methods.lagkv import LagKV
 
 _REMEMBERED = 1 << 16  # states
@@ -221,6 +220,6 @@ def check(policy: Policy) -> None:
             f"{name}: vLLM has one block table for all layers, expected a policy that keeps equally many tokens in "
             f"each layer, got {policy!r}"
         )
-    if isinstance(policy, CriticalKV):  # a worker takes the weights from its model, see `weights`
+    if "w_o" in policy.needs.model:  # a worker takes the weights from its model, see `weights`
         policy = replace(policy, w_o=torch.empty(0, 0))
     policy.check_cache(0, 1)

@@ -1,4 +1,4 @@
-"""The weights of a model's output projections, which CriticalKV reads.
+"""The weights of a model's output projections, for policies that need them.
 
 They are read once, when the engine has loaded its model. vLLM's CPU build packs weights for its kernels and frees the
 originals; then unit vectors are passed through the projection. An attention layer does not know the module that it
@@ -20,7 +20,6 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.models.utils import extract_layer_index
 
 from ..linear import linear_weights, random_vectors, stored_weights
-from ..methods.criticalkv import CriticalKV
 from .plan import Plan
 
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -43,16 +42,16 @@ def with_weights(plan: Plan, layers: Iterable[Any], num_layers: int, dtype: torc
     With tensor parallelism they are those of this worker's heads. dtype: of the model.
     """
     policy = plan.policy
-    if not isinstance(policy, CriticalKV):
+    if "w_o" not in policy.needs.model:
         return plan
     w_o = [torch.empty(0, 0)] * num_layers  # of layers that do not evict
     for layer in layers:
-        w_o[extract_layer_index(layer.layer_name)] = _output_weights(layer, dtype)
+        w_o[extract_layer_index(layer.layer_name)] = _output_weights(policy.name, layer, dtype)
     return replace(plan, schedule=replace(plan.schedule, policy=replace(policy, w_o=w_o)))
 
 
 @torch.no_grad()
-def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
+def _output_weights(who: str, layer: Any, dtype: torch.dtype) -> Tensor:
     """Return what the projection behind an attention layer computes, [hidden, Hq * dv]."""
     owner = _owners[layer]() if layer in _owners else None  # transformers' models keep their layers in a dict
     width = layer.num_heads * layer.head_size_v
@@ -60,7 +59,7 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
     rows = [x for x in children if isinstance(x, RowParallelLinear) and x.input_size_per_partition == width]
     if len(rows) != 1:
         raise NotImplementedError(
-            f"CriticalKV: expected one RowParallelLinear of {width} inputs, the output projection, beside "
+            f"{who}: expected one RowParallelLinear of {width} inputs, the output projection, beside "
             f"{layer.layer_name} in {type(owner).__name__}, got {len(rows)}; use another policy, such as SnapKV"
         )
     (projection,) = rows
@@ -77,6 +76,6 @@ def _output_weights(layer: Any, dtype: torch.dtype) -> Tensor:
         return linear_weights(products, some, found) if own is None else own
     except ValueError as error:
         raise NotImplementedError(
-            f"CriticalKV: expected a linear output projection behind {layer.layer_name}, got {error}; use another "
+            f"{who}: expected a linear output projection behind {layer.layer_name}, got {error}; use another "
             "policy, such as SnapKV"
         ) from error

@@ -40,7 +40,6 @@ from vllm.v1.kv_cache_interface import (
 
 from ..cache.queries import Batch, LayerMemory, Observer, observer, to_device
 from ..methods.base import Policy
-from ..methods.criticalkv import CriticalKV
 from ..methods.queries import QueryPolicy
 from . import settings
 from .layouts import Layout, Rows
@@ -273,7 +272,7 @@ def _check_config(config: VllmConfig) -> None:
         refuse(
             "tensor_parallel_size", f"1 for {schedule.policy!r}, which reads all heads", parallel.tensor_parallel_size
         )
-    if schedule is not None and isinstance(schedule.policy, CriticalKV):
+    if schedule is not None and "w_o" in schedule.policy.needs.model:
         if config.lora_config is not None:
             refuse("enable_lora", f"False for {schedule.policy!r}, which reads the weights without adapters", True)
         if config.weight_transfer_config is not None:

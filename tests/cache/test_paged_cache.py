@@ -377,6 +377,7 @@ def test_settings():
         (kvops.LagKV(6, 0.5), ("all heads keep the same number of tokens, expected by_head=False",)),
         (kvops.ChunkKV(20, window=5), ("all heads keep the same number of tokens",)),
         (kvops.SnapKV(0.5, window=5), ("budget in tokens",)),
+        (kvops.DefensiveKV(20, window=5), ("w_o must be the weights of the output projection", "got None")),
         (kvops.CriticalKV(20, window=5), ("w_o must be the weights of the output projection", "got None")),
         (kvops.CriticalKV(20, window=5, w_o=[torch.ones(8, 96)]), ("weights of each layer", "expected 2, got 1")),
     ):

@@ -17,7 +17,7 @@ METHODS = [
     kvops.SnapKV(12, 4),
     kvops.SnapKV(0.4, 4, head_mode="shared", pooling="avg", kernel_size=3),
     kvops.SnapKV(12, 4, score="dot", pool_first=True, group_reduce="max"),
-    kvops.DefensiveKV(20, 4),
+    kvops.DefensiveKV(20, 4, w_o=torch.ones(6, 4 * 8).cumsum(0).cumsum(1)),
     kvops.CriticalKV(12, 4, w_o=torch.ones(6, 4 * 8).cumsum(0).cumsum(1)),
     kvops.RKV(12, 4, buffer=5),
     kvops.PyramidKV(12, 4),
@@ -118,7 +118,7 @@ def test_fresh_and_reset_are_empty_with_the_same_settings(policy):
     used.reset()
     assert len(used) == used.seen == used.nbytes == 0 and used.positions is None
     assert_same_state(feed(used, q, k, v, [20, 30]), twin)
-    hidden = {"w_o": policy.w_o} if isinstance(policy, kvops.CriticalKV) else {}
+    hidden = {"w_o": policy.w_o} if policy.w_o is not None else {}
     assert eval(repr(policy), vars(kvops)).__dict__ | hidden == policy.__dict__
 
 
@@ -155,14 +155,16 @@ def test_errors_change_nothing(policy):
     assert_same_state(feed(cache, q, k, v, [], first=30), feed(state, q, k, v, [], first=30))
 
 
-# SnapKV, PyramidKV, ChunkKV
+# SnapKV, PyramidKV, ChunkKV, DefensiveKV
+
+W_O = torch.ones(6, 4 * 8).cumsum(0).cumsum(1)
 
 SHARED = dict(head_mode="shared", pooling="avg")
 WINDOWS = {
     "SnapKV": (kvops.SnapKV(12, 4), kvops.snapkv_compress, {}),
     "SnapKV shared": (kvops.SnapKV(0.4, 4, **SHARED), kvops.snapkv_compress, SHARED),
     "ChunkKV": (kvops.ChunkKV(12, 4, chunk=5), kvops.chunkkv_compress, dict(chunk=5)),
-    "DefensiveKV": (kvops.DefensiveKV(12, 4), kvops.defensivekv_compress, {}),
+    "DefensiveKV": (kvops.DefensiveKV(12, 4, w_o=W_O), kvops.defensivekv_compress, dict(w_o=W_O)),
     "PyramidKV": (kvops.PyramidKV(12, 4), kvops.pyramidkv_compress, dict(layer=1, num_layers=3)),
 }
 every_window = pytest.mark.parametrize("policy, compress, options", WINDOWS.values(), ids=WINDOWS)

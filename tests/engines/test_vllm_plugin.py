@@ -182,6 +182,7 @@ POLICIES = [
     ("snapkv:budget=100,window=48", kvops.SnapKV(100, 48)),  # a window longer than a block
     ("chunkkv:budget=256", kvops.ChunkKV(256)),
     ("criticalkv:budget=100,window=8", kvops.CriticalKV(100, window=8)),  # its weights are those of the model
+    ("defensivekv:budget=100,window=8", kvops.DefensiveKV(100, window=8)),
     (
         "protokv:budget=250,buffer=32,num_chunks=16,num_sats=8",
         kvops.ProtoKV(250, buffer=32, num_chunks=16, num_sats=8),

@@ -24,6 +24,7 @@ SERVED = {
     "lagkv": kvops.LagKV(lag=8, ratio=0.5, sinks=2),
     "snapkv": kvops.SnapKV(20, window=6),
     "criticalkv": kvops.CriticalKV(20, window=6),
+    "defensivekv": kvops.DefensiveKV(20, window=6),
     "h2o": kvops.H2O(20),
     "protokv": kvops.ProtoKV(24, window=6),
     "streaming": kvops.StreamingLLM(20),  # keys are rotated to their slots

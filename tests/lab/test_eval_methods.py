@@ -24,7 +24,7 @@ def test_what_is_kept_of_a_prompt(name, budget):
     if isinstance(policy, kvops.CalibratedPolicy):  # the evaluation calls `kvops.hf.for_model`
         queries = [torch.randn(1, 4, 50, 16)] * LAYERS
         policy = replace(policy, statistics=kvops.QueryStatistics.of(queries, kvops.Rope.of(16)))
-    if isinstance(policy, kvops.CriticalKV):
+    if "w_o" in policy.needs.model:
         policy = replace(policy, w_o=torch.ones(8, 4 * 16))
     cache = kvops.Cache(policy, layer=LAYERS - 1, num_layers=LAYERS)
     k, v = torch.randn(2, 1, 2, 600, 16)

@@ -1,4 +1,6 @@
-"""DefensiveKV compared with its formula and its released code in plain PyTorch; the risk, the prior, layer budgets."""
+"""DefensiveKV compared with its formula and its released code in plain PyTorch: risk, prior, stages, layer budgets."""
+
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from test_window_methods import assert_kept, causal, heads_of, logit_options, ma
 
 pytestmark = kit.every_device
 examples = kit.examples(40, derandomize=True)
+aggregated = partial(kvops.defensivekv_compress, stages=False)  # the risk alone
 
 
 def risks(a, keep, prior=1.0, kernel_size=5, pooling="max", pool_first=False, group_reduce="max"):
@@ -50,7 +53,7 @@ def risks(a, keep, prior=1.0, kernel_size=5, pooling="max", pool_first=False, gr
 def test_defensivekv_is_its_formula(n, w, budget, dtype, layout, group, shared, seed, prior, pool, logit):
     q, k, v = make(seed, n=n, w=w, dtype=dtype, layout=layout, group=group)
     head_mode = "shared" if shared else "per_head"
-    result = kvops.defensivekv_compress(k, v, q, budget, head_mode=head_mode, prior=prior, **pool, **logit)
+    result = aggregated(k, v, q, budget, head_mode=head_mode, prior=prior, **pool, **logit)
     assert_moved(result, k, v)
     assert result.indices.shape[2] == min(budget, n)
     for b in range(2):
@@ -79,7 +82,7 @@ def test_the_released_code(kernel):
     scores = released(q, k, lambda rows: max_pool1d(rows, kernel, stride=1, padding=kernel // 2))
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : budget - w].sort(-1).values
     want = torch.cat((best, torch.arange(n - w, n).expand(2, 2, -1)), -1)
-    assert torch.equal(kvops.defensivekv_compress(k, v, q, budget, kernel_size=kernel).indices, want)
+    assert torch.equal(aggregated(k, v, q, budget, kernel_size=kernel).indices, want)
 
 
 def test_the_layer_wise_variant_is_a_budget_for_each_head_of_each_layer():
@@ -95,7 +98,7 @@ def test_the_layer_wise_variant_is_a_budget_for_each_head_of_each_layer():
     assert len(set(budgets[0].tolist())) > 1
     for layer, (q, k, v) in enumerate(inputs):
         own = budgets[:, 2 * layer : 2 * layer + 2].contiguous()
-        kept = kvops.defensivekv_compress(k, v, q, own, kernel_size=1).indices
+        kept = aggregated(k, v, q, own, kernel_size=1).indices
         for h in range(2):
             chosen = (order[order // (n - w) == 2 * layer + h] % (n - w)).sort().values
             row = kept[0, h][kept[0, h] >= 0]
@@ -111,7 +114,7 @@ def test_one_high_weight_outweighs_many_low_ones():
     q[0, 0, torch.arange(w), torch.arange(w)] = 4.0
     q[0, 0, 1:, 1:5] = 1.5
     options = dict(kernel_size=1)
-    assert 10 in kvops.defensivekv_compress(k, k, q, w + 1, **options).indices
+    assert 10 in aggregated(k, k, q, w + 1, **options).indices
     assert 20 in kvops.snapkv_compress(k, k, q, w + 1, **options).indices
 
 
@@ -121,9 +124,9 @@ def test_corrected_keys_tie_and_the_lower_slots_win():
     r = risks(a, 4, prior=0, kernel_size=1)
     above = np.flatnonzero(r > r.mean())
     below = np.flatnonzero(r <= r.mean())
-    kept = kvops.defensivekv_compress(k, v, q, 4 + len(above) + 5, kernel_size=1).indices[0, 0].tolist()
+    kept = aggregated(k, v, q, 4 + len(above) + 5, kernel_size=1).indices[0, 0].tolist()
     assert kept == sorted([*above.tolist(), *below[:5].tolist(), *range(46, 50)])
-    without = kvops.defensivekv_compress(k, v, q, 4 + len(above) + 5, kernel_size=1, prior=0).indices[0, 0].tolist()
+    without = aggregated(k, v, q, 4 + len(above) + 5, kernel_size=1, prior=0).indices[0, 0].tolist()
     assert without == sorted([*np.argsort(-r)[: len(above) + 5].tolist(), *range(46, 50)])
 
 
@@ -137,7 +140,7 @@ def test_the_prior_changes_the_shares_of_heads():
     k[:, 0, 5] = q[:, 0, 0]
 
     def counts(prior):
-        kept = kvops.defensivekv_compress(k, v, q, 30, prior=prior, head_mode="adaptive", kernel_size=1).indices
+        kept = aggregated(k, v, q, 30, prior=prior, head_mode="adaptive", kernel_size=1).indices
         return (kept >= 0).sum(-1)[0].tolist()
 
     assert sum(counts(1.0)) == sum(counts(0)) == 60
@@ -148,17 +151,17 @@ def test_nan_and_padding():
     """A key that is not finite is evicted first and does not count in the mean; padded rows keep the same as alone."""
     q, k, v = make(n=60, w=4)
     k[0, 0, 7] = torch.nan
-    kept = kvops.defensivekv_compress(k, v, q, 55, kernel_size=1).indices
+    kept = aggregated(k, v, q, 55, kernel_size=1).indices
     assert 7 not in kept[0, 0] and (kept[0, 0] >= 0).all()
     finite = torch.arange(60) != 7
-    alone = kvops.defensivekv_compress(k[:1, :1, finite], v[:1, :1, finite], q[:1, :3], 20, kernel_size=1).indices
-    among = kvops.defensivekv_compress(k, v, q, 20, kernel_size=1).indices[0, 0]
+    alone = aggregated(k[:1, :1, finite], v[:1, :1, finite], q[:1, :3], 20, kernel_size=1).indices
+    among = aggregated(k, v, q, 20, kernel_size=1).indices[0, 0]
     assert torch.equal(torch.arange(60)[finite][alone[0, 0]], among)
     k[1, :, :17], k[1, :, 50:] = 9e3, torch.nan  # outside of the second row
     starts, lengths = kit.int32(0, 17), kit.int32(60, 33)
     q[1] = q[1].flip(1)
-    kept = kvops.defensivekv_compress(k, v, q, 20, starts=starts, lengths=lengths).indices
-    alone = kvops.defensivekv_compress(k[1:, :, 17:50], v[1:, :, 17:50], q[1:], 20).indices
+    kept = aggregated(k, v, q, 20, starts=starts, lengths=lengths).indices
+    alone = aggregated(k[1:, :, 17:50], v[1:, :, 17:50], q[1:], 20).indices
     assert torch.equal(kept[1], alone[0] + 17)
 
 
@@ -176,3 +179,127 @@ def test_the_maximum_over_more_rows_than_the_operator_takes(score):
     want = reference.window_scores(q, k, visible, **options)
     torch.testing.assert_close(found.double(), want, atol=1e-5, rtol=1e-5)
     assert (fp64(found) < 0).any() == (score == "dot")
+
+
+def staged(q, k, v, w_o, budget, sinks=0, mass=0.9, kernel=5, prior=1.0, shared=False):
+    """Return the kept slots of each row and head by the formula, in fp64."""
+    (b, heads, n, _), w = k.shape, q.shape[2]
+    logits = q.double().unflatten(1, (heads, -1)) @ k.double().unsqueeze(2).mT / q.shape[-1] ** 0.5
+    seen = torch.ones(w, n, dtype=torch.bool).tril(n - w)
+    a = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : n - w]  # [b, Hk, group, w, n - w]
+    mean, risk = a.mean((2, 3)), max_pool1d(a.amax((2, 3)), kernel, 1, kernel // 2)
+    risk = torch.maximum(risk, prior * risk.mean(-1, keepdim=True))
+    weights = w_o.double().unflatten(1, (heads, -1, v.shape[3]))
+    norms = torch.einsum("bhnd,chgd->bhgnc", v[:, :, : n - w].double(), weights).abs().sum(-1).mean(2)
+    second = risk * norms / norms.sum(-1, keepdim=True)
+    if shared:
+        mean, second = (x.mean(1, keepdim=True).expand(-1, heads, -1) for x in (mean, second))
+    rows = []
+    for m, s in zip(mean.flatten(0, 1), second.flatten(0, 1)):
+        free = [i for i in m.sort(descending=True, stable=True).indices.tolist() if i >= sinks]
+        first, held = [], 0.0
+        for i in free[: budget - w - sinks]:
+            held += m[i]
+            if m[free].sum() - held <= 1 - mass:
+                break
+            first.append(i)
+        others = [i for i in s.sort(descending=True, stable=True).indices.tolist() if i >= sinks and i not in first]
+        rows.append(sorted([*range(sinks), *first, *others[: budget - w - sinks - len(first)], *range(n - w, n)]))
+    return torch.tensor(rows).unflatten(0, (b, heads))
+
+
+def projected(seed=0, **sizes):
+    """Return inputs of sharper attention, whose values and projections differ in size, so that the norms decide."""
+    q, k, v = make(seed, **sizes)
+    w_o = kit.randn(40, q.shape[1] * v.shape[3], seed=seed + 2) * kit.randn(1, q.shape[1] * v.shape[3], seed=3).exp()
+    return 2 * q, k, v * kit.randn(*v.shape[:3], 1, seed=seed + 4).exp(), w_o
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, dict(sinks=3), dict(mass=0.5), dict(mass=0.0), dict(mass=1.0), dict(prior=0.0)])
+def test_the_stages_are_their_formula(options, seed, shared):
+    q, k, v, w_o = projected(seed, n=200, w=8)
+    want = staged(q, k, v, w_o, 60, shared=shared, **options)
+    names = {"mass": "first_stage_mass"}
+    options = {names.get(name, name): x for name, x in options.items()}
+    options["head_mode"] = "shared" if shared else "per_head"
+    assert torch.equal(kvops.defensivekv_compress(k, v, q, 60, w_o=w_o, **options).indices, want)
+
+
+def test_both_stages_decide():
+    """The first stage holds some of the budget, and the norms reorder the rest."""
+    q, k, v, w_o = projected(n=200, w=8)
+    kept = [
+        kvops.defensivekv_compress(k, v, q, 60, w_o=w_o, first_stage_mass=mass).indices.tolist()
+        for mass in (0.0, 0.3, 0.5, 1.0)
+    ]
+    assert len({str(x) for x in (*kept, aggregated(k, v, q, 60).indices.tolist())}) == 5
+
+
+def test_heads_share_the_budget_by_both_stages():
+    """The layer's highest scores, with a floor of a fifth; the tokens of the first stage come before all others."""
+    q, k, v, w_o = projected(n=200, w=8, b=1)
+    k[:, 1] *= 0.2  # this head attends evenly
+    policy = kvops.DefensiveKV(60, w_o=w_o, head_mode="adaptive", first_stage_mass=0.3)
+    view = kvops.View(k, v)
+    policy.observe(view, q, None, {})
+    ranked = policy._staged(policy.scores(view), view, 60, 8)
+    budgets = kvops.head_budgets(ranked, 60, 8)
+    kept = policy.compress(k, v, q).indices
+    assert (kept >= 0).sum(-1).tolist() == budgets.tolist() and len(set(budgets[0].tolist())) == 2
+    alone = kvops.defensivekv_compress(k, v, q, budgets, w_o=w_o, first_stage_mass=0.3).indices
+    assert torch.equal(kept, alone)
+
+
+def test_padded_rows_and_lost_tokens_with_stages():
+    """Padded rows keep the same as alone. A token without a norm is evicted first and counts nowhere."""
+    q, k, v, w_o = projected(n=60, w=4)
+    k[1, :, :17], k[1, :, 50:], v[1, :, 50:] = 9e3, torch.nan, torch.nan  # outside of the second row
+    spans = dict(starts=kit.int32(0, 17), lengths=kit.int32(60, 33))
+    kept = kvops.defensivekv_compress(k, v, q, 20, w_o=w_o, **spans).indices
+    alone = kvops.defensivekv_compress(k[1:, :, 17:50], v[1:, :, 17:50], q[1:], 20, w_o=w_o).indices
+    assert torch.equal(kept[1], alone[0] + 17)
+    q, k, v, w_o = projected(n=60, w=4)
+    v[0, 0, 7] = torch.nan
+    kept = kvops.defensivekv_compress(k, v, q, 20, w_o=w_o).indices
+    assert 7 not in kept[0, 0]
+    v[0, 0, 7] = 0.0
+    assert 7 not in kept[0, 0] and torch.equal(kept[0, 1], kvops.defensivekv_compress(k, v, q, 20, w_o=w_o).indices[0, 1])
+
+
+def test_a_cache_keeps_what_a_single_call_keeps():
+    """Also with pool_first, where the attention of each query head precedes the means."""
+    q, k, v, w_o = projected(n=60, w=60)
+    for options in ({}, dict(pool_first=True, pooling="avg", group_reduce="mean"), dict(window=20)):
+        policy = kvops.DefensiveKV(30, **{"window": 8, **options}, w_o=w_o)
+        cache = kvops.Cache(policy)
+        cache.attend(q, k, v)
+        assert torch.equal(cache.positions, policy.compress(k, v, q[:, :, -policy.window :]).indices)
+
+
+def test_layers_that_share_keys_count_as_one_group():
+    """The query heads of both layers observe, in both reductions."""
+    q, k, v, w_o = projected(n=60, w=60, b=1, group=4)
+    halves = [q.unflatten(1, (2, 2, 2))[:, :, i].flatten(1, 2) for i in range(2)]
+    for options in ({}, dict(pool_first=True)):
+        policy = kvops.DefensiveKV(30, 8, w_o=w_o, **options)
+        cache = kvops.Cache(policy)
+        keys = cache.append(k, v)
+        cache.attention(halves[0], *keys, readers=1)
+        cache.read(halves[1], *keys)
+        assert torch.equal(cache.positions, policy.compress(k, v, q[:, :, -8:]).indices)
+
+
+def test_settings_of_the_stages():
+    q, k, v, w_o = projected()
+    with kit.refuses("w_o must be the weights of the output projection", "got None", kind=ValueError):
+        kvops.defensivekv_compress(k, v, q, 20)
+    with kit.refuses("first stage is a part of the attention", "stages=False", "got 'dot'", kind=ValueError):
+        kvops.DefensiveKV(40, score="dot", w_o=w_o)
+    with kit.refuses("first_stage_mass", "got 1.5", kind=ValueError):
+        kvops.DefensiveKV(40, first_stage_mass=1.5, w_o=w_o)
+    with kit.refuses("stages must be", "got int 1", kind=TypeError):
+        kvops.DefensiveKV(40, stages=1, w_o=w_o)
+    assert kvops.DefensiveKV(40, stages=False, score="dot").needs.model == ()
+    assert kvops.DefensiveKV(40).needs.model == ("w_o",)

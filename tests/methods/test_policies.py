@@ -55,7 +55,7 @@ CHOSEN = {
     kvops.VaSE: dict(budget=20, window=4, buffer=5, kernel_size=3),
     kvops.PyramidKV: dict(budget=20, window=4, group_reduce="max"),
     kvops.ChunkKV: dict(budget=20, window=4, chunk=5),
-    kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3),
+    kvops.DefensiveKV: dict(budget=20, window=4, kernel_size=3, w_o=torch.ones(24, 4 * 8).cumsum(0)),
     kvops.H2O: dict(budget=20, recent=3),
     kvops.TOVA: dict(budget=20, buffer=3),
     kvops.ExpectedAttention: dict(budget=20, statistics=STATISTICS[0], sinks=2, epsilon=0.01),
@@ -277,6 +277,8 @@ def changed(policy, name):
         return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
     if name == "w_o":
         return replace(policy, w_o=value + 1)
+    if name == "score" and isinstance(policy, kvops.DefensiveKV):
+        return replace(policy, score="dot", stages=False)
     if name in OTHER:
         other = OTHER[name]
     elif isinstance(value, bool):
@@ -368,6 +370,8 @@ WRONG = {
     "prior": [("1", TypeError), (True, TypeError), (math.nan, ValueError), (-0.5, ValueError)],
     "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
     "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
+    "stages": FLAG,
+    "first_stage_mass": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
     "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
     "epsilon": [(-0.1, ValueError), (math.inf, ValueError), (math.nan, ValueError), ("1", TypeError)],
     "w_o": [(torch.zeros(3), ValueError), ([torch.zeros(2, 3, 4)], ValueError), (3, TypeError), ([3], TypeError)],
