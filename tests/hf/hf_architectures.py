@@ -334,7 +334,7 @@ them.
 - **every method, original positions**: `LaCache` and `StreamingLLM` need `positions="original"`. Where all layers
   rotate their keys the same way at every position, your own `rope=` works too. `ExpectedAttention` and `TriAttention`
   need `statistics=` of your own if `model_rope` raises.
-- **CriticalKV with `w_o` of your own**: `output_weights` does not find the output projections.
+- **CriticalKV and DefensiveKV with `w_o` of your own**: `output_weights` does not find the output projections.
 - **methods without queries**: a `KVCache` works with the attention of transformers. `use_attention` raises, so
   [the methods that need it](huggingface.md#what-is-refused-and-why) are not available.
 
@@ -394,7 +394,7 @@ def turns(name: str) -> bool:
 
 
 def has_output_weights(model: PreTrainedModel) -> bool:
-    """Return whether the output projections, which `CriticalKV` needs, are found."""
+    """Return whether the output projections, which policies with `w_o` need, are found."""
     try:
         output_weights(model)
     except ValueError:
@@ -413,7 +413,7 @@ def page() -> str:
         else:
             layers, what = evicting(config), "every method" + ("" if turns(name) else ", original positions")
             if not layers.startswith("none") and not has_output_weights(tiny_model(name)):
-                what += ", CriticalKV with `w_o` of your own"
+                what += ", CriticalKV and DefensiveKV with `w_o` of your own"
         if layers.startswith("none"):
             what = "nothing is evicted, with a warning" + (
                 f"; not `use_attention`: {served.attention}" if served.attention else ""
