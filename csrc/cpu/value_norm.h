@@ -15,6 +15,7 @@
 #include "../dispatch.h"
 #include "../ops/value_norm.h"
 #include "operands.h"
+#include "runs.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -68,18 +69,18 @@ struct Projector {
     sums = reinterpret_cast<double*>(lanes + sizes.lanes);
   }
 
-  // The norms of values [begin, end) of a KV head, to `out` + [begin, end).
-  void project(const Rows<T>& rows, int64_t head, int64_t begin, int64_t end, float* out) {
+  // The norms of the first `count` values of `rows`, at most kRun, of a KV head.
+  void project(const Rows<T>& rows, int64_t head, int64_t count, float* out) {
     for (int64_t g = 0; g < p.group; ++g) {
-      for (int64_t i = 0; i < end - begin; ++i) sums[i] = 0;
+      for (int64_t i = 0; i < count; ++i) sums[i] = 0;
       for (int64_t from = 0; from < p.hidden; from += kPanel) {
         const int64_t vectors = take_panel(head * p.group + g, from);
-        for (int64_t i = begin; i < end; i += kValues)
-          add(rows, i, static_cast<int>(end - i < kValues ? end - i : kValues), vectors, sums + i - begin);
+        for (int64_t i = 0; i < count; i += kValues)
+          add(rows, i, static_cast<int>(count - i < kValues ? count - i : kValues), vectors, sums + i);
       }
-      for (int64_t i = begin; i < end; ++i) reduce(g, static_cast<float>(sums[i - begin]), out[i]);
+      for (int64_t i = 0; i < count; ++i) reduce(g, static_cast<float>(sums[i]), out[i]);
     }
-    for (int64_t i = begin; i < end; ++i)
+    for (int64_t i = 0; i < count; ++i)
       if (!is_finite(out[i])) out[i] = carefully(rows.row(i), head);
   }
 
@@ -153,22 +154,12 @@ struct Projector {
 
 template <class T>
 void project_heads(const ValueNormParams& p, const Workers& workers) {
-  const int64_t splits = (p.n + kRun - 1) / kRun, size = Scratch(p).worker;
-  parallel_for(workers, workers.count, [&](int64_t worker) {
-    Projector<T> mine(p, workers.workspace + worker * size);
-    const Share items = share(p.b * p.heads * splits, worker, workers.count);
-    for (int64_t item = items.first; item < items.last; ++item) {
-      const int64_t index = item / splits, split = item % splits, b = index / p.heads, h = index % p.heads;
-      const int64_t first = p.slots.first(b), count = p.slots.count(b);
-      float* const out = p.norms + index * p.n;
-      if (split == 0) {
-        for (int64_t i = 0; i < first; ++i) out[i] = __builtin_nanf("");
-        for (int64_t i = first + count; i < p.n; ++i) out[i] = __builtin_nanf("");
-      }
-      const Rows<T> rows{p.v.head(b, h).from(first), count, p.dv, row_shape<T>(p.v.row_bytes)};
-      const int64_t begin = split * kRun, end = count - begin < kRun ? count : begin + kRun;
-      if (begin < end) mine.project(rows, h, begin, end, out + first);
-    }
+  for_runs(p, p.norms, 1, workers, Scratch(p).worker, kRun, [&](float* scratch) {
+    return [&p, mine = Projector<T>(p, scratch)](int64_t head, int64_t first, int64_t last) mutable {
+      const int64_t b = head / p.heads, h = head % p.heads;
+      const Rows<T> rows{p.v.head(b, h).from(first), last - first, p.dv, row_shape<T>(p.v.row_bytes)};
+      mine.project(rows, h, last - first, p.norms + head * p.n + first);
+    };
   });
 }
 

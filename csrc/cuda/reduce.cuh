@@ -5,12 +5,16 @@
 namespace kvops {
 namespace {
 
-// Every lane gets the sum over its group of kLanes neighbouring lanes. All lanes add in the same order.
+// Every lane gets what `op` makes of its group of kLanes neighbouring lanes. All lanes combine in the same order.
+template <int kLanes, class T, class Op>
+__device__ inline T lanes_reduce(T x, const Op& op) {
+#pragma unroll
+  for (int step = kLanes / 2; step; step /= 2) x = op(x, __shfl_xor_sync(kWarp, x, step));
+  return x;
+}
 template <int kLanes, class T>
 __device__ inline T lanes_sum(T x) {
-#pragma unroll
-  for (int step = kLanes / 2; step; step /= 2) x += __shfl_xor_sync(kWarp, x, step);
-  return x;
+  return lanes_reduce<kLanes>(x, [](T a, T b) { return a + b; });
 }
 
 // The sums (or whatever `op` combines) of N rows over the kLanes lanes that share them, all at once: in each step half
@@ -28,9 +32,7 @@ __device__ inline T rows_reduce(T (&x)[N], const Op& op) {
       x[i] = op(mine, __shfl_xor_sync(kWarp, other, step));
     }
   }
-#pragma unroll
-  for (int step = kLanes / N / 2; step; step /= 2) x[0] = op(x[0], __shfl_xor_sync(kWarp, x[0], step));
-  return x[0];
+  return lanes_reduce<kLanes / N>(x[0], op);
 }
 template <int kLanes, int N>
 __device__ inline float rows_sum(float (&x)[N]) {
