@@ -196,6 +196,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     if a.files:
         parser.error("--from: python -m kvops.eval makes the report")
+    if a.share_prefill:
+        parser.error("--share-prefill: presses act while a prompt is read, so each reads it for itself")
     if other := [x for x, task in a.kinds.items() if not isinstance(task, AnswerTask)]:
         answered = [name for name, task in TASKS.items() if isinstance(task, type) and issubclass(task, AnswerTask)]
         parser.error(f"--tasks: presses cut once, so expected some of {', '.join(answered)}, got {other[0]}")

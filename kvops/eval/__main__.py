@@ -11,6 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -86,6 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--out", type=path, default=Path("eval"), help="folder for results.jsonl and the report (default eval)"
     )
+    p.add_argument(
+        "--share-prefill",
+        action="store_true",
+        help="read each prompt once for all methods and budgets; prefill times are left out",
+    )
     p.add_argument("--quick", action="store_true", help="fewer and shorter prompts, under 2 minutes")
     p.add_argument(
         "--from",
@@ -151,6 +157,7 @@ def measure(a: argparse.Namespace, command: str, reader_of: Callable[..., Reader
     settings = {
         **{name: described(path) for name, path in used.items() if path},
         **{name: getattr(a, name) for name in ("prompts", "batch", "seed", "dtype", "device")},
+        **({"share_prefill": True} if a.share_prefill else {}),
     }
     where = origin(*shlex.split(command), device=a.device.split(":")[0])
     with Results(a.out / "results.jsonl", settings, {**where, **versions}) as results:
@@ -207,7 +214,8 @@ def main(argv: list[str] | None = None) -> int:
 
             said = sys.argv[1:] if argv is None else argv
             code = {name: mark for x in a.plan.rules for name, mark in x.code.items()}
-            files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reader.Reader, **code)
+            reads = partial(reader.Reader, share=a.share_prefill)
+            files = measure(a, shlex.join(["python", "-m", "kvops.eval", *said]), reads, **code)
         if len(files) == 1 and files[0].suffix == ".json":
             print(report.write_summary(read_summary(files[0]), a.out))
         else:

@@ -166,6 +166,7 @@ def run(
     chat: bool | None = None,
     text: str | None = None,
     data: str | PathLike[str] | None = None,
+    share_prefill: bool = False,
     out: str | PathLike[str] | None = None,
     on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> Evaluation:
@@ -204,6 +205,8 @@ def run(
         chat: Whether prompts with questions are a user's turn in the tokenizer's chat template; None: if it has one.
         text: The text in which needles are hidden; default: the one that comes with kvops.
         data: The folder with a local copy of RULER or LongBench.
+        share_prefill: Read each prompt once for all methods and budgets. A table then takes a fraction of the time, and
+            prefill times are left out. LAQ and KVzip read prompts for themselves.
         out: A folder. Each measured cell is on disk there before the next one starts, and a second run with the same
             arguments continues an interrupted one. None: results are in memory only.
         on_row: Called with each measured cell: a dict as in `Evaluation.rows`, without intervals, for the prompts of
@@ -241,6 +244,7 @@ def run(
             **(settings_of(inner, text, data) if plan.needs_model else {}),
             **{"prompts": prompts, "batch": batch, "seed": seed},
             **{"dtype": str(inner.dtype).removeprefix("torch."), "device": str(inner.device)},
+            **({"share_prefill": True} if share_prefill else {}),
         }
         codes = [*(x.code for x in plan.rules), *map(code_of, made.values())]
         where = origin(who, device=inner.device.type)
@@ -250,7 +254,7 @@ def run(
         failed: list[Step] = []
 
         def prepared() -> tuple[Reader, Filler]:
-            return Reader(model, inner), Filler(tokenizer, TEXT.read_text() if text is None else text)
+            return Reader(model, inner, share_prefill), Filler(tokenizer, TEXT.read_text() if text is None else text)
 
         with Results((folder or Path(temporary)) / "results.jsonl", settings, where) as results:
             with in_eval_mode(inner), own_attention(inner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
 from ..ops.window import Pooling
 from .methods import Rule, Unreachable
+from .specs import Refused
 from .stream import CacheSize, Stream, stream
 
 if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transformers
@@ -33,7 +35,7 @@ class Prefill:
     Attributes:
         cache: the cache of all layers.
         logits: [b, vocab], after the last token that was fed.
-        seconds: time to read and cut.
+        seconds: time to read and cut; 0 if other methods shared the reading.
         tokens: tokens kept per KV head, averaged over the layers.
         bytes_held: bytes of the cache after the cut.
         bytes_full: bytes of an uncut cache.
@@ -93,14 +95,17 @@ class Reader:
     Args:
         model: a causal language model from transformers.
         inner: the model inside its wrappers (PEFT, `torch.compile`), if it has any.
+        share: whether methods and budgets share the reading of a prompt (`prefill`).
     """
 
-    def __init__(self, model: PreTrainedModel, inner: PreTrainedModel | None = None):
+    def __init__(self, model: PreTrainedModel, inner: PreTrainedModel | None = None, share: bool = False):
         self.model = self.prepared(model.eval())
         self.inner = inner or model
         self.num_layers = self.inner.config.get_text_config(decoder=True).num_hidden_layers
         generation = self.inner.generation_config
         ends = None if generation is None else generation.eos_token_id
+        self.share = share
+        self._read: tuple[bytes, hf.KVCache, Tensor] | None = None  # the last prompts read, their cache and logits
         self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
@@ -138,6 +143,10 @@ class Reader:
     def prefill(self, prompts: np.ndarray, rule: Rule, budget: int | None, chunk: int | None = None) -> Prefill:
         """Read prompts with the rule's policy, which cuts the cache to the budget; after that the cache only grows.
 
+        If the reader shares, the model reads the prompts once, and every rule cuts a copy of that cache. What the model
+        computes while it reads a whole prompt does not depend on what is evicted then. Rules with a stage of their own
+        (LAQ, KVzip) and prompts in chunks are read alone.
+
         Args:
             prompts: int64 [b, n], tokens.
             rule: the method.
@@ -151,6 +160,8 @@ class Reader:
         n = prompts.shape[1]
         policy = self._policy(rule, budget, n, chunk is not None)
         cache = self._cache(policy)
+        if self.share and chunk is None and not policy.needs.stage:
+            return Prefill(cache, self._cut(cache, prompts), 0.0, *CacheSize.by(cache))
         begin = self.clock()
         for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
             logits = self.feed(cache, piece)
@@ -164,6 +175,28 @@ class Reader:
         seconds = self.clock() - begin
         cache.freeze()
         return Prefill(cache, logits, seconds, *CacheSize.by(cache))
+
+    def _cut(self, cache: hf.KVCache, prompts: np.ndarray) -> Tensor:
+        """Fill a cache, which evicts, from the last reading of these prompts; return the logits of their last token."""
+        key = prompts.tobytes()
+        if self._read is None or self._read[0] != key:
+            self._read = None  # free its memory first
+            every = self._cache(RecordQueries(last=prompts.shape[1]))
+            if any(x.readers for x in every.evicting_layers):
+                raise Refused("--share-prefill: layers of this model share keys; leave it out")
+            self._read = key, every, self.feed(every, self.tokens(prompts))
+        _, every, logits = self._read
+        positions = torch.arange(prompts.shape[1], device=logits.device)
+        for layer, read in zip(cache.evicting_layers, every.evicting_layers):
+            own = read.cache
+            assert isinstance(own, AttendingCache) and own.k is not None and own.v is not None
+            assert own.last_queries is not None
+            options: dict[str, Any] = own.logits if layer.cache.rope is None else {**own.logits, "positions": positions}
+            layer.lazy_initialization(own.k, own.v)
+            layer.cache.attend(own.last_queries, own.k, own.v, **options)
+        cache.layers = [x if hasattr(x, "cache") else copy.deepcopy(y) for x, y in zip(cache.layers, every.layers)]
+        cache.freeze()
+        return logits
 
     @torch.inference_mode()
     def answer(

@@ -55,7 +55,7 @@ class Results:
         try:
             heads, self.lines = load([file]) if file.exists() else ([], [])
             for head in heads:
-                pairs = {x: (head["settings"].get(x), y) for x, y in settings.items()}
+                pairs = {x: (head["settings"].get(x), settings.get(x)) for x in (*settings, "share_prefill")}
                 pairs |= {x: (head["origin"].get(x, y), y) for x, y in origin.items() if x.startswith(CODE)}
                 wrong = [
                     f"{x} was {before!r} and is now {now!r}" for x, (before, now) in pairs.items() if before != now

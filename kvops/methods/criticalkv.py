@@ -106,4 +106,3 @@ class CriticalKV(WindowPolicy):
         return select_budget(
             self.name, ranked, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans, **options
         )
-

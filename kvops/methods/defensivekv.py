@@ -131,9 +131,7 @@ class DefensiveKV(WindowPolicy):
         keep, budgets = row_budgets(self.name, budget, mean.shape[:2], n, view.starts, view.lengths)
         if budgets is not None:
             budgets = (budgets - protected).clamp(min=0).expand(mean.shape[:2]).contiguous()
-        best = select_topk(
-            mean, k=max(keep - protected, 0), starts=view.starts, lengths=view.lengths, budgets=budgets
-        )
+        best = select_topk(mean, k=max(keep - protected, 0), starts=view.starts, lengths=view.lengths, budgets=budgets)
         attention = pad(mean.nan_to_num(0.0), (0, 1)).double()
         order = attention.gather(2, torch.where(best < 0, n, best)).sort(dim=-1, descending=True, stable=True)
         others = attention.sum(-1, keepdim=True) - order.values.cumsum(-1)

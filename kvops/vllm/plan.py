@@ -221,5 +221,5 @@ def check(policy: Policy) -> None:
             f"each layer, got {policy!r}"
         )
     if "w_o" in policy.needs.model:  # a worker takes the weights from its model, see `weights`
-        policy = replace(policy, w_o=torch.empty(0, 0))
+        policy = replace(policy, w_o=torch.empty(0, 0))  # type: ignore[call-arg]
     policy.check_cache(0, 1)

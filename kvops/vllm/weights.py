@@ -47,7 +47,8 @@ def with_weights(plan: Plan, layers: Iterable[Any], num_layers: int, dtype: torc
     w_o = [torch.empty(0, 0)] * num_layers  # of layers that do not evict
     for layer in layers:
         w_o[extract_layer_index(layer.layer_name)] = _output_weights(policy.name, layer, dtype)
-    return replace(plan, schedule=replace(plan.schedule, policy=replace(policy, w_o=w_o)))
+    own = replace(policy, w_o=w_o)  # type: ignore[type-var]  # a dataclass with this setting
+    return replace(plan, schedule=replace(plan.schedule, policy=own))
 
 
 @torch.no_grad()

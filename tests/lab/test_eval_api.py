@@ -196,6 +196,14 @@ def test_it_resumes(loaded, tmp_path):
     assert one["method"] == "SnapKV"
     with pytest.raises(ValueError, match="kvops.eval.run: out .* holds results of other settings: seed was 0 and is"):
         kvops.eval.run(*loaded, **given, seed=1)
+    with pytest.raises(ValueError, match="share_prefill was None and is now True"):
+        kvops.eval.run(*loaded, **given, share_prefill=True)
+    other = {**given, "out": tmp_path / "shared"}
+    rows = kvops.eval.run(*loaded, **other, share_prefill=True).rows
+    assert [x["partial"] for x in rows] == [x["partial"] for x in results.rows]
+    assert [bool(x["prefill_s"]) for x in rows] == [False] * 3
+    with pytest.raises(ValueError, match="share_prefill was True and is now None"):
+        kvops.eval.run(*loaded, **other)
     with pytest.raises(ValueError, match="text was .haystack.txt .* and is now 'text "):
         kvops.eval.run(*loaded, **given, text="word " * 1000)
     other = copy.deepcopy(loaded[0])

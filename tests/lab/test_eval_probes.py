@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 import kvops  # noqa: E402
 from kvops.eval import __main__ as command  # noqa: E402
-from kvops.eval.methods import Unreachable, rule  # noqa: E402
+from kvops.eval.methods import METHODS, Unreachable, rule  # noqa: E402
 from kvops.eval.reader import Reader, chunks  # noqa: E402
 from kvops.eval.specs import Refused  # noqa: E402
 from kvops.eval.tasks import Filler  # noqa: E402
@@ -56,6 +56,36 @@ def read(task, reader, filler, point, context=256):
     before, (question,) = asked(task.prompts(filler, context, 2, 0), point)
     said = torch.from_numpy(reader.whole(before, question, DIGITS).said)
     return torch.from_numpy(before), torch.empty(2, 0).long() if question is None else torch.from_numpy(question), said
+
+
+# One reading for all methods
+
+
+def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, monkeypatch):
+    """Every method keeps the same tokens and gives the same answer; the model reads the prompts once for all of them,
+    and once more for each stage of LAQ and KVzip."""
+    shared = Reader(reader.model, share=True)
+    prompts, _ = asked(Passkey(DIGITS).prompts(filler, 256, 2, 0), "after")
+    staged = {x for x in METHODS if x.startswith(("laq", "kvzip"))}
+    read, feed = [], Reader.feed
+    monkeypatch.setattr(Reader, "feed", lambda self, cache, ids: read.append(ids.shape[1]) or feed(self, cache, ids))
+    alone = []
+    for name, of in ((x, rule(x)) for x in METHODS):
+        for budget in (128, 64) if of.budgeted else (None,):
+            try:
+                want = reader.prefill(prompts, of, budget)
+            except Unreachable:
+                continue
+            read.clear()
+            found = shared.prefill(prompts, of, budget)
+            alone += [name] if prompts.shape[1] in read else []
+            for x, y in zip(found.positions, want.positions, strict=True):
+                assert torch.equal(x, y), (name, budget)
+            assert (found.tokens, found.bytes_full) == (want.tokens, want.bytes_full)
+            assert (found.seconds > 0) == (name in staged), name
+            said = [of_.answer(x, None, DIGITS, False)[0] for of_, x in ((shared, found), (reader, want))]
+            assert np.array_equal(*said), (name, budget)
+    assert {*alone} == {next(iter(METHODS)), *staged}
 
 
 # The full cache
