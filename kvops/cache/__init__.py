@@ -4,5 +4,15 @@ from .attending import AttendingCache, LookaheadCache, RepeatingCache
 from .base import Cache
 from .paged import OutOfPages, PagedCache
 from .slots import SlotCache
+from .statistics import StatisticsCache
 
-__all__ = ["AttendingCache", "Cache", "LookaheadCache", "OutOfPages", "PagedCache", "RepeatingCache", "SlotCache"]
+__all__ = [
+    "AttendingCache",
+    "Cache",
+    "LookaheadCache",
+    "OutOfPages",
+    "PagedCache",
+    "RepeatingCache",
+    "SlotCache",
+    "StatisticsCache",
+]

@@ -63,12 +63,7 @@ class AttendingCache(Cache, kind="queries"):
         return None  # eviction waits for the attention
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if self._due:
-            raise RuntimeError(
-                f"{self.name}: expected attention() after each append(), because this policy evicts by queries, got "
-                f"none for the last {self._due} tokens; call attend(), or attention() after append() (with "
-                "transformers: kvops.hf.use_attention(model))"
-            )
+        check_attended(self.name, self._due)
         self._due = k.shape[2]
         return super()._append(k, v)
 
@@ -176,6 +171,16 @@ def _reduced(how: str, parts: Sequence[Tensor], heads: int) -> Tensor:
         return functools.reduce(torch.maximum, parts)
     total = functools.reduce(torch.add, parts)
     return total / len(parts) if how == "mean" else total
+
+
+def check_attended(who: str, due: int) -> None:
+    """Raise RuntimeError if the attention of the last `due` tokens has not been computed."""
+    if due:
+        raise RuntimeError(
+            f"{who}: expected attention() after each append(), because this policy evicts by queries, got none for the "
+            f"last {due} tokens; call attend(), or attention() after append() (with transformers: "
+            "kvops.hf.use_attention(model))"
+        )
 
 
 class LookaheadCache(AttendingCache, kind="draft"):

@@ -43,7 +43,7 @@ class Cache:
 
     With an attention of your own, call `append` instead. It returns the K and V that this step's attention reads,
     [b, Hk, len + t, d]. Most policies have evicted by then. Policies that use queries evict in `attention`, which must
-    follow `append`. So must a cache that rotates keys at their slots (`rope`).
+    follow `append`. So must it in a cache with a `rope`.
 
     Decode copies nothing. The memory has spare slots, `append` returns views of it, and the slots that an eviction
     keeps move to the front at the next `append`. So use what `append` returned before the next call that changes the
@@ -58,7 +58,8 @@ class Cache:
         num_layers: Number of layers that evict.
         rope: The model's rotary embedding, for policies with `positions="slots"`. `attention` then rotates all keys at
             their slots and the queries at theirs, attends, stores and evicts. New tokens take the slots after the
-            stored ones. Without a rope, keys are cached as they come.
+            stored ones. Without a rope, keys are cached as they come. Policies with `statistics="prompt"` require it:
+            `attention` undoes the rotation of the queries at their positions, and evicts by their statistics.
         storage: How keys are stored with a rope. "pre_rope" stores them unrotated and rotates them at every read.
             "post_rope" stores them rotated at their slots and rotates them again when they move, which rounds them each
             time.
@@ -80,7 +81,7 @@ class Cache:
 
     #: Attributes, besides `state`, that hold tensors whose first dim is the batch.
     _tensors: ClassVar[tuple[str, ...]] = ("pads", "queries", "_padding", "_kept")
-    #: The subclass for each kind of policy: what it observes with, its stage, or "slots" with a rope.
+    #: The subclass for each kind of policy: what it observes with, its stage, or with a rope "slots" or "statistics".
     _kinds: ClassVar[dict[str, type[Cache]]] = {}
 
     def __init_subclass__(cls, kind: str = "") -> None:
@@ -92,7 +93,8 @@ class Cache:
             return object.__new__(cls)
         policy = as_policy("Cache", policy)
         queries = "queries" if isinstance(policy, QueryPolicy) else None
-        kind = policy.needs.stage or queries or ("slots" if isinstance(rope, Rope) else "")
+        with_rope = "statistics" if policy.needs.statistics else "slots"
+        kind = policy.needs.stage or queries or (with_rope if isinstance(rope, Rope) else "")
         return object.__new__(Cache._kinds[kind] if kind else cls)
 
     def __init__(
@@ -113,10 +115,17 @@ class Cache:
         check_choice("Cache", "storage", storage, STORAGES)
         if not (rope is None or isinstance(rope, Rope)):
             raise TypeError(f"Cache: rope must be a kvops.Rope, got {type(rope).__name__}")
+        statistics = policy.needs.statistics
         slots = policy.positions == "slots" and not isinstance(policy, QueryPolicy)
-        if rope is not None and not (slots and attend_before_compress):
+        if rope is not None and not ((slots or statistics) and attend_before_compress):
             raise ValueError(
-                f"Cache: rope= needs a policy with positions='slots', and attend_before_compress=True, got {policy!r}"
+                "Cache: rope= needs a policy with positions='slots' or statistics='prompt', and "
+                f"attend_before_compress=True, got {policy!r}"
+            )
+        if rope is None and statistics:
+            raise ValueError(
+                f"Cache: {policy!r} takes statistics of the prompt's queries before RoPE, expected rope= as a "
+                "kvops.Rope, got None"
             )
         if isinstance(policy, QueryPolicy) and not attend_before_compress:
             raise ValueError(
@@ -506,7 +515,7 @@ class Cache:
     def catch_up(self) -> None:
         """Evict what a frozen cache has kept, as after a decode step: for example once drafted tokens are accepted.
 
-        Policies that use queries evict in `attention` only.
+        Caches of a `QueryPolicy` evict in `attention` only.
         """
         with self.undone_on_error():
             view = self._stored(new=1)

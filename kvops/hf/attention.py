@@ -240,7 +240,7 @@ def _attention(
     _check_continues(layer, kwargs.get("position_ids"))
     sinks = None if s_aux is None else s_aux.float().contiguous()
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
-    if layer.cache.rope is not None:
+    if layer.cache.policy.positions == "slots":
         options["positions"] = kwargs.get("position_ids")
         if options["positions"] is None:
             raise ValueError(
@@ -254,10 +254,10 @@ def _attention(
 def _check_continues(layer: Layer, positions: object) -> None:
     """Raise for a chunk whose positions restart at 0 in every row although the cache has seen tokens.
 
-    A cache with a rope is exempt. There the positions only tell where the keys come rotated.
+    A cache with slot positions is exempt. There the positions only tell where the keys come rotated.
     """
     cache = layer.cache
-    if cache.layer or not layer.before or cache.rope is not None:  # once per step
+    if cache.layer or not layer.before or cache.policy.positions == "slots":  # once per step
         return
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
         return

@@ -181,8 +181,8 @@ class KVCache(DynamicCache):
             class that transformers gives them.
         policy: The eviction policy and its settings, such as `kvops.LagKV(lag=128)` or `kvops.KeyDiff(1024)`, or a
             string for `kvops.policy`: "keydiff:budget=1024". Each evicting layer gets its own `kvops.Cache` with it.
-        rope: The rotary embedding, for policies that place tokens at the positions of their slots; see `kvops.Cache`.
-            None: the model's own (`model_rope`).
+        rope: The rotary embedding, for policies that place tokens at the positions of their slots and for those with
+            statistics="prompt"; see `kvops.Cache`. None: the model's own (`model_rope`).
         storage: How keys are stored with a rope, "pre_rope" or "post_rope"; see `kvops.Cache`.
         attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded. `generate` needs
             neither this nor `pads`, because it shows its mask. Nor does a forward, `model(...)`, with the library's
@@ -244,7 +244,7 @@ class KVCache(DynamicCache):
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which never grow
         evicting = [i for i, x in enumerate(self.layers) if type(x) is DynamicLayer and i not in cross]
         slots = policy.positions == "slots"
-        if evicting and slots and rope is None:
+        if evicting and (slots or policy.needs.statistics) and rope is None:
             rope = model_rope(config)
         for layer, i in enumerate(evicting):
             readers = _readers(config, i)
@@ -473,7 +473,7 @@ def _readers(config: PreTrainedConfig, layer: int) -> int:
 def _check_stock_attention(policy: Policy, pads: Tensor | None) -> None:
     """Raise for policies that the attention of transformers and its masks cannot support. pads: int32 [b], or None."""
     padded = pads is not None and bool(pads.any())
-    if isinstance(policy, QueryPolicy):
+    if isinstance(policy, QueryPolicy) or policy.needs.statistics:
         why = "uses queries, which the attention of transformers does not pass to a cache"
     elif policy.positions == "slots":
         why = "rotates keys and queries at their slots before the attention (unless positions='original')"

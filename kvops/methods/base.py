@@ -135,6 +135,8 @@ class Needs(NamedTuple):
         model: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
         stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
             then a cache keeps the whole prompt.
+        statistics: The statistics of the prompt's own queries (`View.statistics`), without those of the first `sinks`
+            tokens. A cache gathers them for policies that score by K and V, if it is given the model's `rope`.
     """
 
     dense: bool = True
@@ -142,6 +144,7 @@ class Needs(NamedTuple):
     per_slot: tuple[str, ...] = ()
     model: tuple[str, ...] = ()
     stage: Literal["draft", "repeat"] | None = None
+    statistics: bool = False
 
 
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
@@ -274,6 +277,11 @@ class Policy:
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
+        if self.needs.statistics:
+            raise ValueError(
+                f"{self.name}: a PagedCache does not gather the statistics of a prompt's queries, expected those of "
+                f"the model, a kvops.QueryStatistics or the path of its file, got {self!r}"
+            )
         if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:

@@ -40,7 +40,10 @@ class ExpectedAttention(CalibratedPolicy):
         head_mode: See `BudgetPolicy`.
         buffer: See `KeyPolicy`.
         protect: See `KeyPolicy`.
-        statistics: See `CalibratedPolicy`.
+        statistics: See `CalibratedPolicy`. Or "prompt", as in kvpress: the mean and the covariance of the prompt's own
+            queries, per row, without those of the first `sinks` tokens. A cache gathers them and needs `rope`, which
+            `kvops.hf` fills in; one-shot calls and engines raise ValueError. Later steps of several tokens add to them.
+            Evictions in decode use them too. A row whose prompt has at most `sinks` tokens has mean 0 and covariance 0.
         future: How many next positions the queries are expected at, at most 2^40.
         covariance: If False, only the mean query counts: C is 0.
         value_norm: If False, the score is without epsilon and ||v_i||.
@@ -58,7 +61,9 @@ class ExpectedAttention(CalibratedPolicy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(dense=self.value_norm, positions=False, model=("statistics",))  # the norms are computed in torch
+        # dense: the norms of V are computed in torch
+        of_prompt = self.statistics == "prompt"
+        return Needs(dense=self.value_norm, positions=False, model=("statistics",), statistics=of_prompt)
 
     def check(self) -> None:
         check_int(self.name, "future", self.future, 1, FARTHEST)

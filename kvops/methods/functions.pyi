@@ -389,7 +389,11 @@ def expectedattention_compress(
             towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
             budgets themselves are computed with this fraction of the mean budget protected in every head.
         statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
-            ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
+            ValueError. If it covers several layers, single calls need `layer` and `num_layers`. Or "prompt", as in
+            kvpress: the mean and the covariance of the prompt's own queries, per row, without those of the first
+            `sinks` tokens. A cache gathers them and needs `rope`, which `kvops.hf` fills in; one-shot calls and engines
+            raise ValueError. Later steps of several tokens add to them. Evictions in decode use them too. A row whose
+            prompt has at most `sinks` tokens has mean 0 and covariance 0.
         future: How many next positions the queries are expected at, at most 2^40.
         covariance: If False, only the mean query counts: C is 0.
         value_norm: If False, the score is without epsilon and ||v_i||.

@@ -229,11 +229,11 @@ def _kind(x: object) -> str:
 
 @dataclass(frozen=True)
 class OfLayer:
-    """The statistics of one layer."""
+    """The statistics of one layer. Those of prompts have a batch dim, and no norms."""
 
     mean: Tensor
     cov: Tensor
-    norms: Tensor
+    norms: Tensor | None
     rope: Rope
     scale: float | None
 
@@ -267,6 +267,39 @@ class Sums:
         mean, squares, norms = (x / self.count for x in self.total)
         cov = squares - mean.unsqueeze(-1) * mean.unsqueeze(-2)
         return mean.float(), cov.float(), norms.float()
+
+
+#: The number of queries that count, fp64 [b], their mean, fp32 [b, Hq, d], and their covariance, fp32 [b, Hq, d, d].
+Moments = tuple[Tensor, Tensor, Tensor]
+
+
+def pooled(before: Moments | None, q: Tensor, counts: Tensor) -> Moments:
+    """Add queries to the moments of earlier ones, in fp64.
+
+    Args:
+        before: The moments of the earlier queries; None if there are none.
+        q: [b, Hq, t, d], before RoPE.
+        counts: bool [t] or [b, t], which of them count.
+
+    Returns:
+        The moments of all queries. In rows in which none counts, mean and covariance are 0.
+
+    Source: the pairwise update of Chan, Golub and LeVeque, 1983.
+    """
+    counts = counts.expand(len(q), -1)[:, None, :, None]
+    new = counts.sum(2).double()  # [b, 1, 1]
+    q = torch.where(counts, q.double(), 0.0)
+    mean = q.sum(2) / new.clamp(min=1)
+    q = torch.where(counts, q - mean.unsqueeze(2), 0.0)
+    cov = q.mT @ q / new.clamp(min=1).unsqueeze(-1)
+    if before is not None:
+        old, old_mean, old_cov = before
+        share = new / (old.view_as(new) + new).clamp(min=1)
+        apart, of_all, new = mean - old_mean, share.unsqueeze(-1), old.view_as(new) + new
+        mean = old_mean + share * apart
+        between = (1 - of_all) * apart.unsqueeze(-1) * apart.unsqueeze(-2)
+        cov = old_cov + of_all * (cov - old_cov + between)
+    return new.flatten(), mean.float(), cov.float()
 
 
 def of_sums(layers: Sequence[Sums], rope: Rope, scale: float | None) -> QueryStatistics:
@@ -307,14 +340,23 @@ class CalibratedPolicy(KeyPolicy):
 
     @property
     def heads_alone(self) -> bool:
-        return False  # the statistics are those of all heads
+        return self.needs.statistics and super().heads_alone  # statistics of the model are those of all heads
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
-        resolved(self.name, self.statistics)
+        if not self.needs.statistics:
+            resolved(self.name, self.statistics)
 
     def of_layer(self, view: View) -> OfLayer:
         """The statistics of the view's layer."""
+        if self.needs.statistics:
+            if view.statistics is None:
+                raise ValueError(
+                    f"{self.name}: statistics={self.statistics!r} are gathered by a cache that sees the prompt's "
+                    "queries (kvops.Cache with rope=, kvops.hf.KVCache), got no queries; one-shot calls expect a "
+                    "kvops.QueryStatistics, such as kvops.QueryStatistics.of(q, rope), or the path of its file"
+                )
+            return view.statistics
         return resolved(self.name, self.statistics).layer(self.name, view.layer, view.num_layers, view.k.device)
 
 
@@ -351,7 +393,7 @@ def pairs_of(x: Tensor, rope: Rope) -> Tensor:
 
 
 def unrotated(x: Tensor, rope: Rope, positions: Tensor) -> Tensor:
-    """Undo the RoPE of queries or keys [b, H, n, d] at positions int64 [n]: fp32."""
+    """Undo the RoPE of queries or keys [b, H, n, d] at positions int64 [n] or [b, n]: fp32."""
     cos, sin = rope.to(x.device, x.dtype).between(positions, None)
     return rope_at_slots(x.float().contiguous(), cos, sin, interleaved=rope.interleaved)
 

@@ -73,6 +73,7 @@ class TriAttention(CalibratedPolicy):
 
     def scores(self, view: View) -> Tensor:
         of = self.of_layer(view)
+        assert of.norms is not None  # they are of the model
         centers = trig_centers(of.mean, of.rope, view.next_position(), max_offset=self.max_offset)
         norms = (of.norms.double() - pairs_of(of.mean.double(), of.rope).abs()) * of.rope.scaling
         scores = trig_scores(

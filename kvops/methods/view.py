@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..ops.checks import check_int, check_num_layers, plain
 from ..ops.rope import Rope
+
+if TYPE_CHECKING:
+    from .statistics import OfLayer
 
 
 @dataclass
@@ -41,6 +44,9 @@ class View:
         tokens: int64 [b] or None, the tokens that each request of an engine has seen; None: those of `seen`, which all
             rows share.
         whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
+        statistics: The statistics of each row's queries, if the policy needs them (`Needs.statistics`): mean, fp32
+            [b, Hq, d], and cov, fp32 [b, Hq, d, d], before RoPE; rope and scale, as in `QueryStatistics`. None before
+            a cache has gathered any.
     """
 
     k: Tensor
@@ -61,6 +67,7 @@ class View:
     block_table: Tensor | None = None
     tokens: Tensor | None = None
     whole_prompt: bool = False
+    statistics: OfLayer | None = None
 
     def __post_init__(self) -> None:
         if self.seen < 0:
