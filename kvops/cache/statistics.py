@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..methods.base import BudgetPolicy
-from ..methods.statistics import Moments, OfLayer, pooled, unrotated
-from ..methods.view import View
+from ..methods.statistics import Moments, pooled, unrotated
+from ..methods.view import OfLayer, View
 from ..ops.rope import Rope
 from .attending import check_attended
 from .base import Cache, check_step

@@ -186,14 +186,15 @@ class Reader:
                 raise Refused("--share-prefill: layers of this model share keys; leave it out")
             self._read = key, every, self.feed(every, self.tokens(prompts))
         _, every, logits = self._read
-        positions = torch.arange(prompts.shape[1], device=logits.device)
+        options: dict[str, Any] = {}
+        if cache.policy.positions == "slots":  # where the keys come rotated
+            options["positions"] = torch.arange(prompts.shape[1], device=logits.device)
         for layer, read in zip(cache.evicting_layers, every.evicting_layers):
             own = read.cache
             assert isinstance(own, AttendingCache) and own.k is not None and own.v is not None
             assert own.last_queries is not None
-            options: dict[str, Any] = own.logits if layer.cache.rope is None else {**own.logits, "positions": positions}
             layer.lazy_initialization(own.k, own.v)
-            layer.cache.attend(own.last_queries, own.k, own.v, **options)
+            layer.cache.attend(own.last_queries, own.k, own.v, **own.logits, **options)
         cache.layers = [x if hasattr(x, "cache") else copy.deepcopy(y) for x, y in zip(cache.layers, every.layers)]
         cache.freeze()
         return logits

@@ -18,7 +18,7 @@ from ..ops import rope_at_slots
 from ..ops.checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops.rope import Rope
 from .base import KeyPolicy, Needs
-from .view import View
+from .view import OfLayer, View
 
 FORMAT = "kvops query statistics 1"
 PER_LAYER = ("mean", "cov", "norms")
@@ -225,17 +225,6 @@ def _kind(x: object) -> str:
     if isinstance(x, (list, tuple)):
         return f"a {type(x).__name__} with {next(type(y).__name__ for y in x if not isinstance(y, Tensor))}"
     return type(x).__name__
-
-
-@dataclass(frozen=True)
-class OfLayer:
-    """The statistics of one layer. Those of prompts have a batch dim, and no norms."""
-
-    mean: Tensor
-    cov: Tensor
-    norms: Tensor | None
-    rope: Rope
-    scale: float | None
 
 
 class Sums:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +11,24 @@ from torch import Tensor
 from ..ops.checks import check_int, check_num_layers, plain
 from ..ops.rope import Rope
 
-if TYPE_CHECKING:
-    from .statistics import OfLayer
+
+@dataclass(frozen=True)
+class OfLayer:
+    """The statistics of one layer's queries, as `QueryStatistics` has them; those of prompts have a batch dim.
+
+    Attributes:
+        mean: fp32 [Hq, d] or [b, Hq, d], before RoPE.
+        cov: fp32 [Hq, d, d] or [b, Hq, d, d].
+        norms: fp32 [Hq, pairs]; None for statistics of prompts.
+        rope: The model's rotary embedding.
+        scale: The factor of the logits; None: 1 / sqrt(d).
+    """
+
+    mean: Tensor
+    cov: Tensor
+    norms: Tensor | None
+    rope: Rope
+    scale: float | None
 
 
 @dataclass
@@ -44,9 +60,8 @@ class View:
         tokens: int64 [b] or None, the tokens that each request of an engine has seen; None: those of `seen`, which all
             rows share.
         whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
-        statistics: The statistics of each row's queries, if the policy needs them (`Needs.statistics`): mean, fp32
-            [b, Hq, d], and cov, fp32 [b, Hq, d, d], before RoPE; rope and scale, as in `QueryStatistics`. None before
-            a cache has gathered any.
+        statistics: The statistics of each row's queries, if the policy needs them (`Needs.statistics`); None before a
+            cache has gathered any.
     """
 
     k: Tensor

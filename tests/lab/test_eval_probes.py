@@ -70,7 +70,7 @@ def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, mon
     read, feed = [], Reader.feed
     monkeypatch.setattr(Reader, "feed", lambda self, cache, ids: read.append(ids.shape[1]) or feed(self, cache, ids))
     alone = []
-    for name, of in ((x, rule(x)) for x in METHODS):
+    for name, of in ((x, rule(x)) for x in (*METHODS, "expected-attention:statistics=prompt")):
         for budget in (128, 64) if of.budgeted else (None,):
             try:
                 want = reader.prefill(prompts, of, budget)
