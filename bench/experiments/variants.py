@@ -3,7 +3,7 @@
     variants=bench/experiments/variants.py
     python -m kvops.eval --methods laq laq++ $variants:ObserveOnly $variants:ProtectOnly
 
-docs/evaluation.md has the results.
+docs/evaluation.md and docs/methods/ have the results.
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ class FoundTheAnswer(kvops.LAQ):
     """The same with the paper's other text."""
 
     template: tuple[int, ...] = tuple(b"I have found the answer!")
+
+
+@dataclass(frozen=True, eq=False)
+class KVzipAlone(kvops.KVzip):
+    """KVzip whose passes read a chunk alone: no instruction, and no end of the user's turn."""
+
+    instruction: tuple[int, ...] | None = ()
+    next_instruction: tuple[int, ...] | None = ()
+    suffix: tuple[int, ...] | None = ()
 
 
 class Pyramid:

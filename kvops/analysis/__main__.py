@@ -70,7 +70,7 @@ def run(a: argparse.Namespace, command: str) -> dict[str, Any]:
     from ..eval.tasks import TASKS
 
     a.model = models.found(a.model)
-    model, filler = models.load(a.model, a.text, a.dtype, a.device, lambda x: hf.use_attention(x.eval()))
+    model, filler = models.load(a.model, a.text, a.dtype, a.device, lambda x, _: hf.use_attention(x.eval()))
     most = len(filler.first) + len(filler.ids)
     if a.tokens > most:
         raise Refused(f"--tokens: expected at most {most} (the length of --text), got {a.tokens}")

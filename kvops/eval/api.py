@@ -254,7 +254,8 @@ def run(
         failed: list[Step] = []
 
         def prepared() -> tuple[Reader, Filler]:
-            return Reader(model, inner, share_prefill), Filler(tokenizer, TEXT.read_text() if text is None else text)
+            reader = Reader(model, tokenizer, inner, share_prefill)
+            return reader, Filler(tokenizer, TEXT.read_text() if text is None else text)
 
         with Results((folder or Path(temporary)) / "results.jsonl", settings, where) as results:
             with in_eval_mode(inner), own_attention(inner):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..hf import compress
+from ..hf import compress, for_model
 from ..methods import Policy
 from ..methods.registry import find
 from ..methods.registry import policy as policy_of
@@ -72,13 +72,13 @@ class KVopsLM(HFLM):
             )
 
     def _model_generate(self, *args: Any, **kwargs: Any) -> Any:
-        with compress(self.model, self.policy):
+        with compress(self.model, for_model(self.policy, self.model, self.tokenizer)):
             return super()._model_generate(*args, **kwargs)
 
     def _loglikelihood_tokens(
         self, requests: list[Scored], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        reader = Reader(self.model)
+        reader = Reader(self.model, self.tokenizer)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: self._kept(requests[i]))
         with tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="loglikelihood") as bar:

@@ -13,14 +13,20 @@ from .specs import Refused
 from .tasks import Filler
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 
 SMOLLM2 = "smollm2"  # as --model
 
 
-def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreTrainedModel], T]) -> tuple[T, Filler]:
+def load(
+    name: str,
+    text: Path,
+    dtype: str,
+    device: str,
+    prepare: Callable[[PreTrainedModel, PreTrainedTokenizerBase], T],
+) -> tuple[T, Filler]:
     """Load a model, and its tokenizer with a text.
 
     Args:
@@ -28,7 +34,7 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
         text: the text's file.
         dtype: of the model, "auto" for the dtype of its files.
         device: "cpu", "cuda" or "cuda:NUMBER".
-        prepare: makes what is returned from the model.
+        prepare: makes what is returned from the model and its tokenizer.
 
     Raises:
         Refused: the model or the text cannot be read or used, or memory is short.
@@ -45,7 +51,8 @@ def load(name: str, text: Path, dtype: str, device: str, prepare: Callable[[PreT
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-        prepared = prepare(model.to(torch.device(device)))  # type: ignore[arg-type]  # its decorator hides the types
+        moved = model.to(torch.device(device))  # type: ignore[arg-type]  # its decorator hides the types
+        prepared = prepare(moved, tokenizer)
     except torch.OutOfMemoryError as error:
         raise Refused(f"--model {name}: out of memory: {first_line(error)}") from error
     except Exception as error:  # no such folder or name, not a language model, or damaged files

@@ -21,7 +21,7 @@ from .specs import Refused
 from .stream import CacheSize, Stream, stream
 
 if TYPE_CHECKING:  # bench/peers/ has a reader that runs with an older transformers
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from .. import hf
 
@@ -94,12 +94,20 @@ class Reader:
 
     Args:
         model: a causal language model from transformers.
+        tokenizer: its tokenizer, which makes the words of `kvops.KVzip`.
         inner: the model inside its wrappers (PEFT, `torch.compile`), if it has any.
         share: whether methods and budgets share the reading of a prompt (`prefill`).
     """
 
-    def __init__(self, model: PreTrainedModel, inner: PreTrainedModel | None = None, share: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        inner: PreTrainedModel | None = None,
+        share: bool = False,
+    ):
         self.model = self.prepared(model.eval())
+        self.tokenizer = tokenizer
         self.inner = inner or model
         self.num_layers = self.inner.config.get_text_config(decoder=True).num_hidden_layers
         generation = self.inner.generation_config
@@ -126,7 +134,11 @@ class Reader:
     def _policy(self, rule: Rule, budget: int | None, n: int, streaming: bool) -> Policy:
         from .. import hf
 
-        return hf.for_model(rule.policy(budget, n, self.num_layers, streaming), self.inner)
+        policy = rule.policy(budget, n, self.num_layers, streaming)
+        try:
+            return hf.for_model(policy, self.inner, self.tokenizer)
+        except ValueError as error:
+            raise Unreachable(str(error)) from error
 
     def _cache(self, policy: Policy) -> hf.KVCache:
         from .. import hf

@@ -41,11 +41,12 @@ STOCK = (
     "cache of transformers"
 )
 # Arguments that models pass to any attention function and that sdpa ignores too. Any other may change the result.
-# user_cache: a typo of Nemotron-H, before transformers 5.12.
+# user_cache: a typo of Nemotron-H, before transformers 5.12. tokenizer: `generate` takes it for stop strings, and hands
+# it to the model too.
 _HARMLESS = frozenset(
     "position_ids position_embeddings cache_position token_type_ids use_cache user_cache return_dict logits_to_keep "
     "labels num_items_in_batch output_attentions output_hidden_states output_router_logits hidden_states deterministic "
-    "sliding_window seq_idx cu_seqlens cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k".split()
+    "sliding_window seq_idx cu_seqlens cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k tokenizer".split()
 )
 _OF_SDPA = frozenset(inspect.signature(sdpa_attention_forward).parameters) - {"kwargs"}
 

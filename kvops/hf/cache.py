@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
-from ..methods import LAQ, Policy, QueryPolicy
+from ..methods import LAQ, KVzip, Policy, QueryPolicy
 from ..methods.registry import as_policy
 from ..ops.rope import Rope
 from . import architectures
@@ -201,9 +201,10 @@ class KVCache(DynamicCache):
 
     Raises:
         TypeError: `config` is not a transformers config, or `policy` is not a kvops policy or a string that names one.
-        ValueError: The policy needs the library's attention and the model does not use it; the padding is not on the
-            left or differs from what was declared; `generate` is called with a prompt that does not continue the
-            cached tokens; or `crop` needs evicted tokens. The cache stays unchanged.
+        ValueError: The policy needs the library's attention and the model does not use it; it is a `kvops.KVzip` whose
+            `instruction`, `next_instruction` or `suffix` is None; the padding is not on the left or differs from what
+            was declared; `generate` is called with a prompt that does not continue the cached tokens; or `crop` needs
+            evicted tokens. The cache stays unchanged.
         NotImplementedError: Masks cannot express what the policy keeps (see `kvops.hf`). Or, while the model runs, the
             library's attention does not understand the model: keys that change after the cache, attention that is not
             causal, masks of four dims. Or a policy that uses all KV heads meets only some of them (tensor
@@ -226,6 +227,8 @@ class KVCache(DynamicCache):
         pads: Tensor | Sequence[int] | None = None,
     ):
         policy = check("KVCache", config, policy)
+        if isinstance(policy, KVzip):
+            policy.check_words()  # before the model reads the prompt
         conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
         if own:

@@ -175,7 +175,8 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
     Args:
         model: A causal language model of transformers. PEFT or `torch.compile` may have wrapped it.
         policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
-            "snapkv:budget=1024".
+            "snapkv:budget=1024". `kvops.KVzip` must have its words (`repeat_prompts`), because a block knows no
+            tokenizer.
 
     Returns:
         A `Compression` for `with`, or for `enable()` and `disable()`. It has the last call's `cache` and its `stats()`,
@@ -214,7 +215,8 @@ def generate(
     3. The eviction from the whole cache, by these queries.
     4. The decode.
 
-    With `kvops.KVzip` it runs the prefill, `repeat` and the decode. The prompts must be `input_ids`.
+    With `kvops.KVzip` it runs the prefill, `repeat` and the decode. The prompts must be `input_ids`. Its words are the
+    policy's, or those that `repeat_prompts` makes from `tokenizer`.
 
     Any number of threads may generate with one model. The model keeps the library's attention until the last of them is
     done. Calls that do not go through this function must not run while the attention is being switched. If there are
@@ -227,7 +229,8 @@ def generate(
         inputs_embeds: [b, n, hidden], the prompts' embeddings, in place of input_ids.
         attention_mask: int64 [b, n], 0 for padding; None: no padding.
         logits_processor: Logits processors of transformers.
-        kwargs: Further arguments of `model.generate`, except past_key_values.
+        kwargs: Further arguments of `model.generate`, except past_key_values. With `tokenizer`, which `model.generate`
+            takes too, `kvops.KVzip` gets its words if it has none.
 
     Returns:
         What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` is the cache. After LAQ
@@ -256,14 +259,16 @@ def generate(
         "logits_processor": LogitsProcessorList(logits_processor),
         **kwargs,
     }
-    inner, policy = _checked("generate", model, policy)
+    inner, policy = _checked("generate", model, policy, kwargs.get("tokenizer"))
     return _generate(Compression(inner, policy), cast(Any, model).generate, call)
 
 
-def _checked(who: str, model: torch.nn.Module, policy: Policy | str) -> tuple[PreTrainedModel, Policy]:
+def _checked(
+    who: str, model: torch.nn.Module, policy: Policy | str, tokenizer: Any = None
+) -> tuple[PreTrainedModel, Policy]:
     """Return the unwrapped model and the policy, after checking that a cache supports both."""
     inner = unwrap(who, model)
-    return inner, for_model(check(who, inner.config, policy), inner)
+    return inner, for_model(check(who, inner.config, policy), inner, tokenizer)
 
 
 # ---- the block that a call belongs to ----

@@ -87,9 +87,9 @@ def _stages(layer: EvictingLayer) -> LookaheadCache:
 def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> None:
     """Run KVzip's passes between prefill and decode, for your own generation loop, and evict.
 
-    The model reads each chunk of the prompts again, after the instruction of the policy. The queries score the cached
-    prompts, and the tokens of a pass are forgotten. The decode then continues from the end of the prompts. Afterwards
-    `cache.stages` tells how many bytes were held before and after the eviction.
+    The model reads each chunk of the prompts again, after the instruction of the policy (`repeat_prompts`). The queries
+    score the cached prompts, and the tokens of a pass are forgotten. The decode then continues from the end of the
+    prompts. Afterwards `cache.stages` tells how many bytes were held before and after the eviction.
 
     Args:
         model: The model that has read the prompts, with the library's attention (`use_attention`).
@@ -137,15 +137,17 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
 def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
     """Return the settings of `kvops.KVzip` that ask a model to repeat its prompt, in the authors' words.
 
+    `generate` does it with `tokenizer=`, and the evaluation with the model's tokenizer, if the policy has none.
+
     Args:
         tokenizer: The model's tokenizer. If it has a chat template, the second reading is an answer: the template says
-            how a user's turn ends and an answer begins.
+            how a user's turn ends and an answer begins. It gets `enable_thinking=False`, as in the authors' code.
 
     Returns:
         instruction, next_instruction and suffix: `kvops.KVzip(1024, **kvops.hf.repeat_prompts(tokenizer))`.
 
     Raises:
-        ValueError: The chat template does not contain what a user says.
+        ValueError: The chat template fails, or does not contain what a user says.
 
     Source: KVzip, Kim et al., 2025; code: snu-mllab/KVzip.
     """
@@ -153,7 +155,12 @@ def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
     if getattr(tokenizer, "chat_template", None):
         said = "\N{BLACK DIAMOND SUIT}"  # in no template
         turn = [{"role": "user", "content": said}]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(
+                turn, tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+        except Exception as error:  # the template's own
+            raise ValueError(f"repeat_prompts: the tokenizer's chat template fails: {error}") from error
         _, found, suffix = text.partition(said)
         if not found:
             raise ValueError(f"repeat_prompts: expected a chat template that contains the user's words, got {text!r}")

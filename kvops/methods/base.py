@@ -132,7 +132,8 @@ class Needs(NamedTuple):
         dense: K and V as tensors. False: the rule reads them by `View.block_table` too, so `compress` takes pages.
         positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
         per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
-        model: The settings that `kvops.hf.for_model` takes from a model if they are None: "w_o", "statistics".
+        model: The settings that `kvops.hf.for_model` takes from a model, or its tokenizer, if they are None: "w_o",
+            "statistics", or KVzip's words.
         stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
             then a cache keeps the whole prompt.
         statistics: The statistics of the prompt's own queries (`View.statistics`), without those of the first `sinks`

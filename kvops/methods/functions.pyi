@@ -620,9 +620,9 @@ def kvzip_compress(
     group_reduce: Literal["mean", "max", "sum"] = "max",
     chunk: int = 2048,
     previous: int = 8,
-    instruction: tuple[int, ...] = (),
-    next_instruction: tuple[int, ...] = (),
-    suffix: tuple[int, ...] = (),
+    instruction: tuple[int, ...] | None = None,
+    next_instruction: tuple[int, ...] | None = None,
+    suffix: tuple[int, ...] | None = None,
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
@@ -669,10 +669,12 @@ def kvzip_compress(
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
-        instruction: The token ids of the instruction of the first pass. `kvops.hf` uses the instructions.
-        next_instruction: The token ids of the instruction of each later pass.
-        suffix: The token ids between them and the chunk: with a chat model, those that end the user's turn and begin
-            the answer. `kvops.hf.repeat_prompts` makes all three from a tokenizer.
+        instruction: The token ids of the instruction of the first pass. None: not given yet.
+        next_instruction: The token ids of the instruction of each later pass, or None.
+        suffix: The token ids between them and the chunk, or None: with a chat model, those that end the user's turn and
+            begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
+            () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
+            caller runs the passes.
         **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
             `Logits`, `LayerSpans` and `Spans`.
 
@@ -699,9 +701,9 @@ def kvzip_compress_(
     group_reduce: Literal["mean", "max", "sum"] = "max",
     chunk: int = 2048,
     previous: int = 8,
-    instruction: tuple[int, ...] = (),
-    next_instruction: tuple[int, ...] = (),
-    suffix: tuple[int, ...] = (),
+    instruction: tuple[int, ...] | None = None,
+    next_instruction: tuple[int, ...] | None = None,
+    suffix: tuple[int, ...] | None = None,
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """`kvzip_compress` in place: moves the kept slots to the front of k and v, and returns views of them.

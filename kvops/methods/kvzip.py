@@ -22,6 +22,9 @@ from .budgets import budget_tokens
 from .queries import Logits, QueryPolicy
 from .view import View
 
+#: The settings that a tokenizer makes.
+WORDS = ("instruction", "next_instruction", "suffix")
+
 
 class RepeatCall(LayerSpans, Logits, total=False):
     """The options of `KVzip.compress`: `LayerSpans` and `Logits`."""
@@ -58,15 +61,17 @@ class KVzip(QueryPolicy):
         group_reduce: See `QueryPolicy`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
-        instruction: The token ids of the instruction of the first pass. `kvops.hf` uses the instructions.
-        next_instruction: The token ids of the instruction of each later pass.
-        suffix: The token ids between them and the chunk: with a chat model, those that end the user's turn and begin
-            the answer. `kvops.hf.repeat_prompts` makes all three from a tokenizer.
+        instruction: The token ids of the instruction of the first pass. None: not given yet.
+        next_instruction: The token ids of the instruction of each later pass, or None.
+        suffix: The token ids between them and the chunk, or None: with a chat model, those that end the user's turn and
+            begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
+            () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
+            caller runs the passes.
 
     Source: KVzip, Kim et al., 2025.
     """
 
-    needs = Needs(positions=False, stage="repeat")
+    needs = Needs(positions=False, model=WORDS, stage="repeat")
     argument: ClassVar[str] = "q_repeat"
     reduce: ClassVar[str] = "max"
 
@@ -75,16 +80,25 @@ class KVzip(QueryPolicy):
     group_reduce: Reduce = "max"
     chunk: int = 2048
     previous: int = 8
-    instruction: tuple[int, ...] = ()
-    next_instruction: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
+    instruction: tuple[int, ...] | None = None
+    next_instruction: tuple[int, ...] | None = None
+    suffix: tuple[int, ...] | None = None
 
     def check(self) -> None:
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
-        for name in ("instruction", "next_instruction", "suffix"):
-            check_token_ids(self.name, name, getattr(self, name))
+        for name in WORDS:
+            if getattr(self, name) is not None:
+                check_token_ids(self.name, name, getattr(self, name))
         super().check()
+
+    def check_words(self) -> None:
+        """Raise unless all words of the passes are given, which `repeat_ids` needs."""
+        if lacking := [name for name in WORDS if getattr(self, name) is None]:
+            raise ValueError(
+                f"{self.name}: {', '.join(lacking)} must be the token ids that ask the model to repeat its prompt, got "
+                f"None; use kvops.KVzip(..., **kvops.hf.repeat_prompts(tokenizer)), or () to read the chunk alone"
+            )
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         raise ValueError(f"KVzip: a PagedCache cannot repeat prompts, expected another policy, got {self!r}")
@@ -206,8 +220,8 @@ def _gather(k: Tensor, at: Tensor) -> Tensor:
 def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
     """The tokens of the pass for the chunk that begins at token `first`: int64 [b, t].
 
-    ids: int64 [b, n], left-padded. valid: int64 [b], the tokens of each row. Where a row's chunk is shorter than
-    others, its last tokens are arbitrary.
+    policy: with its words. ids: int64 [b, n], left-padded. valid: int64 [b], the tokens of each row. Where a row's
+    chunk is shorter than others, its last tokens are arbitrary.
     """
     before = min(policy.previous, first)
     size = min(policy.chunk, int(valid.max()) - first)

@@ -32,7 +32,7 @@ POLICIES = {
     "pyramidkv": kvops.PyramidKV(20, window=4),
     "lacache": kvops.LaCache(16),
     "laq": kvops.LAQ(16),
-    "kvzip": kvops.KVzip(16, chunk=20),
+    "kvzip": kvops.KVzip(16, chunk=20, instruction=(), next_instruction=(), suffix=()),
 }
 
 

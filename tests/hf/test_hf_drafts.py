@@ -26,7 +26,7 @@ PROMPT_ONLY = {
     "protokv": kvops.ProtoKV(16, window=4, num_sats=4, num_chunks=6, buffer=None),
     "satkv": kvops.SATKV(16, window=4, buffer=None),
     "laq": kvops.LAQ(16, steps=3),
-    "kvzip": kvops.KVzip(16),
+    "kvzip": kvops.KVzip(16, instruction=(5,), next_instruction=(6,), suffix=()),
 }
 BY_KEYS = {
     "keydiff": kvops.KeyDiff(16, buffer=3),

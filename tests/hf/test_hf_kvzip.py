@@ -1,5 +1,7 @@
 """KVzip in transformers: the model's second reading of its prompt, compared with one plain forward of both readings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,21 +61,88 @@ def test_the_kept_tokens_are_those_of_the_formula(kind):
     assert cache.peak_bytes <= 2 * peak
 
 
-def test_the_words_of_the_authors():
+TEMPLATE = (
+    "<begin>{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}{% if enable_thinking is not false %}[think]{% endif %}"
+)
+
+
+@pytest.fixture
+def tokenizer():
     from kvops import demo
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(demo.MODEL)
+    return transformers.AutoTokenizer.from_pretrained(demo.MODEL)
+
+
+def test_the_words_of_the_authors(tokenizer):
     found = kvops.hf.repeat_prompts(tokenizer)
     assert tokenizer.decode(found["instruction"]) == "\n\nRepeat the previous context exactly." and not found["suffix"]
-    tokenizer.chat_template = (
-        "<begin>{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE
     assert tokenizer.decode(kvops.hf.repeat_prompts(tokenizer)["suffix"]) == "[end][assistant]"
     assert kvops.KVzip(8, **kvops.hf.repeat_prompts(tokenizer)).next_instruction == found["next_instruction"]
-    tokenizer.chat_template = "[assistant]"
-    with pytest.raises(ValueError, match="repeat_prompts: expected a chat template"):
-        kvops.hf.repeat_prompts(tokenizer)
+    for template, why in (("[assistant]", "expected a chat template"), ("{{ raise_exception('no') }}", "fails: no")):
+        tokenizer.chat_template = template
+        with pytest.raises(ValueError, match=f"repeat_prompts: .*{why}"):
+            kvops.hf.repeat_prompts(tokenizer)
+
+
+def test_the_text_of_a_pass(tokenizer):
+    """In the authors' order: the instruction, the tokens before the chunk, the end of the turn, the chunk."""
+    tokenizer.chat_template = TEMPLATE
+    policy = kvops.KVzip(8, chunk=20, previous=5, **kvops.hf.repeat_prompts(tokenizer))
+    text = "A text that the model has to say once more."
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+    passes = [tokenizer.decode(repeat_ids(policy, ids, torch.tensor([len(text)]), i)[0]) for i in (0, 20, 40)]
+    later = "\n\nRepeat the part of the previous context exactly, starting with"
+    assert passes == [
+        f"\n\nRepeat the previous context exactly.[end][assistant]{text[:20]}",
+        f"{later}{text[15:20]}[end][assistant]{text[20:40]}",
+        f"{later}{text[35:40]}[end][assistant]{text[40:]}",
+    ]
+
+
+@pytest.mark.parametrize("lacking", [("instruction", "next_instruction", "suffix"), ("suffix",)], ids=len)
+def test_without_words_no_model_runs(lacking):
+    model, (ids, _) = make_model(), make_prompts(40)
+    policy = replace(POLICY, **dict.fromkeys(lacking))
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
+
+    def in_a_block():
+        with kvops.hf.compress(model, policy):
+            model.generate(ids, **GREEDY)
+
+    for call in (
+        lambda: kvops.hf.generate(model, policy, ids, **GREEDY),
+        in_a_block,
+        lambda: KVCache(use_attention(model).config, policy),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"KVzip: {', '.join(lacking)} must be .*repeat_prompts\(tokenizer\)\), or \(\)"
+        ):
+            call()
+
+
+def test_words_from_the_tokenizer(tokenizer):
+    """`generate` takes the tokenizer, as for stop strings. Words that are given stay."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    ids = tokenizer("The pass key is 123. " * 12, return_tensors="pt").input_ids
+    words = kvops.hf.repeat_prompts(tokenizer)
+    expected = kvops.hf.generate(model, kvops.KVzip(32, **words), ids, **GREEDY)
+    assert torch.equal(kvops.hf.generate(model, "kvzip:budget=32", ids, tokenizer=tokenizer, **GREEDY), expected)
+    for_model, own = kvops.hf.for_model, kvops.KVzip(32, instruction=(), suffix=(7,))
+    assert for_model("kvzip:budget=32", model, tokenizer) == kvops.KVzip(32, **words)
+    assert for_model(own, model, tokenizer) == replace(own, next_instruction=words["next_instruction"])
+    assert for_model(own, model) == own and for_model(POLICY, model, tokenizer) is POLICY
+
+
+def test_stop_strings(tokenizer):
+    """transformers hands the tokenizer on to the model, whose attention ignores it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+    ids = tokenizer("The pass key is 123. " * 12, return_tensors="pt").input_ids
+    with kvops.hf.compress(model, kvops.SnapKV(200)):
+        whole = tokenizer.decode(model.generate(ids, **GREEDY)[0, ids.shape[1] :])
+        out = model.generate(ids, tokenizer=tokenizer, stop_strings=[whole[:4]], **GREEDY)
+    assert tokenizer.decode(out[0, ids.shape[1] :]) == whole[:4]
 
 
 def test_a_budget_for_everything_changes_nothing():
@@ -81,7 +150,8 @@ def test_a_budget_for_everything_changes_nothing():
     for model in (make_model(), make_model("qwen2", use_sliding_window=True, sliding_window=12, max_window_layers=1)):
         ids, mask = make_prompts(50, 31)
         expected = model.generate(ids, attention_mask=mask, **GREEDY)
-        found = kvops.hf.generate(model, kvops.KVzip(400, chunk=20), ids, attention_mask=mask, **GREEDY)
+        policy = kvops.KVzip(400, chunk=20, instruction=(), next_instruction=(), suffix=())
+        found = kvops.hf.generate(model, policy, ids, attention_mask=mask, **GREEDY)
         assert torch.equal(found, expected)
 
 

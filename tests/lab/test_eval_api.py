@@ -273,6 +273,32 @@ def test_the_model_is_as_it_was(loaded):
     assert [x.training for x in model.modules()] == before and model.config._attn_implementation == attention
 
 
+@pytest.mark.parametrize("template", [None, "{% for x in messages %}[{{ x.role }}]{{ x.content }}[end]{% endfor %}"])
+def test_kvzip_gets_its_words_from_the_tokenizer(loaded, monkeypatch, template):
+    from kvops.hf import generation
+
+    seen = []
+
+    def repeat_ids(policy, ids, *more):
+        seen.append((policy, ids.shape[1]))
+        return generation_ids(policy, ids, *more)
+
+    generation_ids = generation.repeat_ids
+    monkeypatch.setattr(generation, "repeat_ids", repeat_ids)
+    model, tokenizer = loaded[0], copy.deepcopy(loaded[1])
+    tokenizer.chat_template = template
+    alone = kvops.KVzip(64, instruction=(), next_instruction=(), suffix=())
+    results = kvops.eval.run(model, tokenizer, **SMALL, methods=["kvzip", alone])
+    words = kvops.hf.repeat_prompts(tokenizer)
+    assert bool(words["suffix"]) == bool(template) and words["instruction"]
+    assert seen == [(kvops.KVzip(64, **words), 256)] * 2 + [(alone, 256)]  # the first run is untimed
+    assert [x["unreachable"] for x in results.rows] == [None, None]
+    assert [x["method"].partition(" ")[0] for x in results.rows] == ["KVzip", "KVzip"]
+    tokenizer.chat_template = "{{ nothing }}"
+    broken = kvops.eval.run(model, tokenizer, **SMALL, methods=["kvzip"], chat=False)
+    assert "expected a chat template" in broken.rows[0]["unreachable"]
+
+
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_wrapped_models(loaded, name):
     """PEFT and torch.compile: the same answers, from the wrapper's own forward."""

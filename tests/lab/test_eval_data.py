@@ -420,12 +420,13 @@ def test_chat_on_the_command_line(tmp_path, template, said, chat):
         (tmp_path / "model" / "chat_template.jinja").write_text(TEMPLATE)
     save(ruler_rows(), tmp_path / "data", "jsonl")
     argv = f"--model {tmp_path}/model --tasks ruler passkey:digits=4 --data {tmp_path}/data --out {tmp_path}/out"
-    argv += " --context 900 --prompts 1 --points before --methods full"
+    argv += " --context 900 --prompts 1 --points before --methods full kvzip --budgets 0.5"
     a = run.arguments([*argv.split(), *said], run.make_parser(), rule)
     names = ["ruler:chat=True", "passkey:digits=4,chat=True"] if chat else ["ruler", "passkey:digits=4"]
     assert [*a.plan.tasks] == names and all(x.chat is chat for x in a.plan.tasks.values())
     lines = load(run.measure(a, "python -m kvops.eval", Reader))[1]
-    assert [x["task"] for x in lines] == [*a.plan.tasks]
+    assert [x["task"] for x in lines] == [x for x in a.plan.tasks for _ in range(2)]
+    assert all("scores" in x for x in lines)  # KVzip has its words
 
 
 def test_a_task_that_has_decided_about_chat(tmp_path):

@@ -234,7 +234,7 @@ def test_a_prompt_within_the_budget_is_kept():
 
 
 def test_the_tokens_of_a_pass():
-    policy = kvops.KVzip(8, chunk=4, previous=2, instruction=(90, 91), next_instruction=(92,))
+    policy = kvops.KVzip(8, chunk=4, previous=2, instruction=(90, 91), next_instruction=(92,), suffix=())
     ids, valid = torch.arange(20).view(2, 10), torch.tensor([10, 7])  # the second row has three pads
     assert repeat_ids(policy, ids, valid, 0).tolist() == [[90, 91, 0, 1, 2, 3], [90, 91, 13, 14, 15, 16]]
     assert repeat_ids(policy, ids, valid, 4).tolist() == [[92, 2, 3, 4, 5, 6, 7], [92, 15, 16, 17, 18, 19, 19]]

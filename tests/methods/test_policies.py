@@ -340,7 +340,7 @@ WRONG = {
     "chunk": [(0, ValueError)],
     "previous": [(-1, ValueError), (1.0, TypeError)],
     "instruction": [([1, 2], TypeError), ("repeat", TypeError), ((-1,), ValueError), ((0.5,), TypeError)],
-    "next_instruction": [(None, TypeError), ((1, True), TypeError)],
+    "next_instruction": [(["x"], TypeError), ((1, True), TypeError)],
     "suffix": [("x", TypeError), ((-1,), ValueError)],
     "template": [([1], TypeError), ((1, -1), ValueError)],
     "num_sats": [(-1, ValueError)],
