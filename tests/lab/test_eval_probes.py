@@ -64,7 +64,7 @@ def read(task, reader, filler, point, context=256):
 def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, monkeypatch):
     """Every method keeps the same tokens and gives the same answer; the model reads the prompts once for all of them,
     and once more for each stage of LAQ and KVzip."""
-    shared = Reader(reader.model, share=True)
+    shared, reader = (Reader(reader.model, filler.tokenizer, share=x) for x in (True, False))
     prompts, _ = asked(Passkey(DIGITS).prompts(filler, 256, 2, 0), "after")
     staged = {x for x in METHODS if x.startswith(("laq", "kvzip"))}
     read, feed = [], Reader.feed
