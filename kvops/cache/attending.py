@@ -144,9 +144,11 @@ class AttendingCache(Cache, kind="queries"):
     ) -> tuple[Tensor, Tensor | None]:
         """Compute the attention of all rows, and the scores of the last w."""
         policy, pads, (t, n) = self.policy, self._step_pads, (q.shape[2], k.shape[2])
+        if not w:
+            return attention(q, k, v, starts=pads, **options).out, None
         limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         [(rows, group), *more] = policy.reductions
-        if 0 < w <= MAX_WINDOW and policy.score == "softmax" and not more:
+        if w <= MAX_WINDOW and policy.score == "softmax" and not more:
             reductions: dict[str, Any] = dict(reduce=rows, group_reduce=group, starts=pads)
             out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions, **options)
             if w < t:  # earlier rows need no scores, so any FlashAttention serves

@@ -71,7 +71,7 @@ class StatisticsCache(Cache, kind="statistics"):
         with self.undone_on_error():
             out = super().attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
             new, self._due = self._due, 0
-            if not self.frozen and (new > 1 or self.seen == new):
+            if not self.frozen and (new > 1 or self._moments is None):
                 self._gather(q)
                 self._scale, self._gathered = scale, self.seen
             view = self._stored(new=new)

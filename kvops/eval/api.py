@@ -205,8 +205,9 @@ def run(
         chat: Whether prompts with questions are a user's turn in the tokenizer's chat template; None: if it has one.
         text: The text in which needles are hidden; default: the one that comes with kvops.
         data: The folder with a local copy of RULER or LongBench.
-        share_prefill: Read each prompt once for all methods and budgets. A table then takes a fraction of the time, and
-            prefill times are left out. LAQ and KVzip read prompts for themselves.
+        share_prefill: Read each prompt once for all methods and budgets, which saves about half of the time. Their
+            prefill times are None then. LAQ, KVzip and tasks that read in chunks read for themselves. The uncut cache
+            and the queries of all layers stay in memory meanwhile.
         out: A folder. Each measured cell is on disk there before the next one starts, and a second run with the same
             arguments continues an interrupted one. None: results are in memory only.
         on_row: Called with each measured cell: a dict as in `Evaluation.rows`, without intervals, for the prompts of

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache import AttendingCache, Cache
+from ..cache import AttendingCache, Cache, SlotCache
 from ..methods import LagKV, Policy
 from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
@@ -113,7 +113,9 @@ class Reader:
         generation = self.inner.generation_config
         ends = None if generation is None else generation.eos_token_id
         self.share = share
-        self._read: tuple[bytes, hf.KVCache, Tensor] | None = None  # the last prompts read, their cache and logits
+        self._read: tuple[Any, hf.KVCache, Tensor] | None = None  # the last prompts read, their cache and logits
+        if share and any(x.readers for x in self._cache(RecordQueries()).evicting_layers):
+            raise Refused("--share-prefill: layers of this model share keys; leave it out")
         self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
         self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
@@ -190,23 +192,24 @@ class Reader:
 
     def _cut(self, cache: hf.KVCache, prompts: np.ndarray) -> Tensor:
         """Fill a cache, which evicts, from the last reading of these prompts; return the logits of their last token."""
-        key = prompts.tobytes()
+        key = prompts.shape, prompts.tobytes()
         if self._read is None or self._read[0] != key:
             self._read = None  # free its memory first
             every = self._cache(RecordQueries(last=prompts.shape[1]))
-            if any(x.readers for x in every.evicting_layers):
-                raise Refused("--share-prefill: layers of this model share keys; leave it out")
             self._read = key, every, self.feed(every, self.tokens(prompts))
         _, every, logits = self._read
         options: dict[str, Any] = {}
-        if cache.policy.positions == "slots":  # where the keys come rotated
+        if any(isinstance(x, SlotCache) for x in caches(cache)):  # where the keys come rotated
             options["positions"] = torch.arange(prompts.shape[1], device=logits.device)
         for layer, read in zip(cache.evicting_layers, every.evicting_layers):
             own = read.cache
             assert isinstance(own, AttendingCache) and own.k is not None and own.v is not None
             assert own.last_queries is not None
             layer.lazy_initialization(own.k, own.v)
-            layer.cache.attend(own.last_queries, own.k, own.v, **own.logits, **options)
+            if type(layer.cache) is Cache:  # it evicts without queries
+                layer.cache.append(own.k, own.v)
+            else:
+                layer.cache.attend(own.last_queries, own.k, own.v, **own.logits, **options)
         cache.layers = [x if hasattr(x, "cache") else copy.deepcopy(y) for x, y in zip(cache.layers, every.layers)]
         cache.freeze()
         return logits

@@ -393,7 +393,7 @@ def _row(cell: Key, lines: list[dict[str, Any]], kind: Traits) -> Row:
             row.scores[metric] = estimate(values, kind.percent)
     for name in ("tokens", "bytes_held", "bytes_full"):
         setattr(row, name, round(sum(x[name] * size for x, size in zip(lines, sizes)) / row.n))
-    row.prefill_s = median(x["prefill_s"] / size for x, size in zip(lines, sizes))
+    row.prefill_s = median(x["prefill_s"] / size for x, size in zip(lines, sizes)) or None  # 0: a shared reading
     rates = [x["steps"] * size / x["decode_s"] for x, size in zip(lines, sizes) if x["decode_s"] > 0 and x["steps"]]
     row.decode_tokens_per_s = median(rates) if rates else None
     by_depth: dict[float, list[float]] = {}

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from ..cache.slots import SlotCache
 from . import architectures
 
 
@@ -241,7 +242,7 @@ def _attention(
     _check_continues(layer, kwargs.get("position_ids"))
     sinks = None if s_aux is None else s_aux.float().contiguous()
     options: dict[str, Any] = dict(scale=scaling, softcap=softcap or 0.0, sink_logits=sinks)
-    if layer.cache.policy.positions == "slots":
+    if isinstance(layer.cache, SlotCache):
         options["positions"] = kwargs.get("position_ids")
         if options["positions"] is None:
             raise ValueError(
@@ -255,10 +256,10 @@ def _attention(
 def _check_continues(layer: Layer, positions: object) -> None:
     """Raise for a chunk whose positions restart at 0 in every row although the cache has seen tokens.
 
-    A cache with slot positions is exempt. There the positions only tell where the keys come rotated.
+    A cache that rotates keys at their slots is exempt. There the positions only tell where they come rotated.
     """
     cache = layer.cache
-    if cache.layer or not layer.before or cache.policy.positions == "slots":  # once per step
+    if cache.layer or not layer.before or isinstance(cache, SlotCache):  # once per step
         return
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[1] < 2:
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..methods import Policy
+from ..methods import LAQ, Policy
 from ..methods.kvzip import WORDS
 from ..methods.registry import as_policy
 from .attention import unwrap
@@ -26,7 +26,7 @@ def for_model(policy: Policy | str, model: nn.Module, tokenizer: Any = None) -> 
 
     `compress`, `generate`, `continuous_batching` and the evaluation call this; a `KVCache` of your own does not.
     Settings that are not None stay as they are. Those of a tokenizer stay None without one, and a `KVCache` then
-    refuses the policy.
+    refuses the policy. Of `kvops.LAQ` the policy of stage 1 is filled in as well.
 
     Args:
         policy: A policy, or its name and settings as for `kvops.policy`. It needs what its `needs.model` names: "w_o",
@@ -41,6 +41,9 @@ def for_model(policy: Policy | str, model: nn.Module, tokenizer: Any = None) -> 
             `repeat_prompts` raises it.
     """
     policy = as_policy("for_model", policy)
+    if isinstance(policy, LAQ) and isinstance(policy.stage1, Policy):
+        stage1 = for_model(policy.stage1, model, tokenizer)
+        policy = policy if stage1 is policy.stage1 else replace(policy, stage1=stage1)
     missing = [name for name in policy.needs.model if getattr(policy, name) is None]
     if unknown := [name for name in missing if name not in (*SOURCES, *WORDS)]:
         known = ", ".join(sorted((*SOURCES, *WORDS)))

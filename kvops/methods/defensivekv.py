@@ -44,7 +44,7 @@ class DefensiveKV(WindowPolicy):
     A key that is important for a single query has a low mean, and SnapKV evicts it. Here its one high weight counts.
     The correction gives each key a risk of at least the head's mean. The two stages are CriticalKV's; without them
     (`stages=False`) the risk alone decides, and W_O is not needed. Keys whose score is NaN do not count in the sums and
-    are evicted first.
+    are evicted first, and so are tokens whose value is not finite.
 
     Attributes:
         budget: See `BudgetPolicy`. It must hold the window.
@@ -59,8 +59,8 @@ class DefensiveKV(WindowPolicy):
         score: See `WindowPolicy`. "dot" needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
         stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
-        first_stage_mass: The part of the attention, in [0, 1], that the window and the first stage are to hold. The
-            token that would reach it is left to the second stage.
+        first_stage_mass: The part of the attention, in [0, 1], that the window, the sinks and the first stage are to
+            hold. The token that would reach it is left to the second stage.
         w_o: The weights of the output projection, see `CriticalKV`. Only needed with `stages`.
 
     Source: DefensiveKV, Feng et al., 2025, and its released code.
@@ -83,7 +83,8 @@ class DefensiveKV(WindowPolicy):
 
     @property
     def reductions(self) -> tuple[tuple[str, str], ...]:
-        return (*super().reductions, ("mean", "mean")) if self.stages else super().reductions
+        worst = ((self.reduce, self.operator_reduce),)
+        return (*worst, ("mean", "mean")) if self.stages else worst
 
     def check(self) -> None:
         check_finite(self.name, "prior", self.prior, 0)

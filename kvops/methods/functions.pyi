@@ -271,7 +271,7 @@ def defensivekv_compress(
     A key that is important for a single query has a low mean, and SnapKV evicts it. Here its one high weight counts.
     The correction gives each key a risk of at least the head's mean. The two stages are CriticalKV's; without them
     (`stages=False`) the risk alone decides, and W_O is not needed. Keys whose score is NaN do not count in the sums and
-    are evicted first.
+    are evicted first, and so are tokens whose value is not finite.
 
     Args:
         k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
@@ -296,8 +296,8 @@ def defensivekv_compress(
         score: "softmax", or "dot": the sum of the logits themselves. "dot" needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
         stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
-        first_stage_mass: The part of the attention, in [0, 1], that the window and the first stage are to hold. The
-            token that would reach it is left to the second stage.
+        first_stage_mass: The part of the attention, in [0, 1], that the window, the sinks and the first stage are to
+            hold. The token that would reach it is left to the second stage.
         w_o: The weights of the output projection, see `CriticalKV`. Only needed with `stages`.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
@@ -1012,7 +1012,8 @@ def laq_compress(
             (App. B); () drafts `steps` tokens.
         stage1: The policy of the draft, such as kvops.StreamingLLM(64) or "streamingllm:budget=64", or its name in
             kvops.METHODS, such as "full". A name alone stands for the settings that meet `stage1_budget`: SnapKV then
-            has a window of min(32, stage1_budget // 2).
+            has a window of min(32, stage1_budget // 2). Policies that need `w_o` or `statistics` of a model are not
+            given by name; `kvops.hf.for_model` fills in those of a policy.
         stage1_budget: The tokens of the draft's cache if stage1 is a name; None is the budget of stage 2.
         compat_mask: Use the mask of the released code, in which row i of all window + steps rows sees keys up to n -
             (window + steps) + i.

@@ -7,7 +7,7 @@ Decisions where paper and released code differ: docs/methods/laq.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +59,8 @@ class LAQ(WindowPolicy):
             (App. B); () drafts `steps` tokens.
         stage1: The policy of the draft, such as kvops.StreamingLLM(64) or "streamingllm:budget=64", or its name in
             kvops.METHODS, such as "full". A name alone stands for the settings that meet `stage1_budget`: SnapKV then
-            has a window of min(32, stage1_budget // 2).
+            has a window of min(32, stage1_budget // 2). Policies that need `w_o` or `statistics` of a model are not
+            given by name; `kvops.hf.for_model` fills in those of a policy.
         stage1_budget: The tokens of the draft's cache if stage1 is a name; None is the budget of stage 2.
         compat_mask: Use the mask of the released code, in which row i of all window + steps rows sees keys up to
             n - (window + steps) + i.
@@ -96,6 +97,11 @@ class LAQ(WindowPolicy):
                 f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), or a name such as 'full', got "
                 f"{type(self.stage1).__name__}"
             )
+        elif self.stage1.needs.statistics:
+            raise ValueError(
+                f"{self.name}: stage1 gets no queries of the prompt, expected statistics of the model, got "
+                f"{self.stage1!r}"
+            )
         if self.stage1_budget is not None:
             check_int(self.name, "stage1_budget", self.stage1_budget, 1)
             if isinstance(self.stage1, Policy):
@@ -104,6 +110,11 @@ class LAQ(WindowPolicy):
                     f"got {self.stage1_budget}"
                 )
         super().check()
+
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        super().check_cache(layer, num_layers)
+        if isinstance(self.stage1, Policy):
+            self.stage1.check_cache(layer, num_layers)  # before the prompt is read, not only when the draft begins
 
     @property
     def remembers(self) -> int:
@@ -214,6 +225,11 @@ def entry_of(op: str, stage1: str) -> Entry:
     if name is None or issubclass(METHODS[name].policy, LAQ):
         names = ", ".join(x for x, entry in METHODS.items() if not issubclass(entry.policy, LAQ))
         raise ValueError(f"{op}: stage1 must be one of {names}, got {stage1!r}")
+    if taken := {"statistics", "w_o"} & {x.name for x in fields(METHODS[name].policy)}:  # type: ignore[arg-type]
+        raise ValueError(
+            f"{op}: stage1 by name has no {taken.pop()} of a model, expected a policy, such as "
+            f"kvops.hf.for_model('{name}:budget=64', model), got {stage1!r}"
+        )
     return METHODS[name]
 
 

@@ -76,6 +76,11 @@ class QueryPolicy(BudgetPolicy):
     def check(self) -> None:
         check_choice(self.name, "score", self.score, SCORES)
         check_choice(self.name, "group_reduce", self.group_reduce, GROUP_REDUCES)
+        if self.needs.per_slot and len(self.reductions) > 1:
+            raise ValueError(
+                f"{self.name}: caches add up the scores of one reduction for needs.per_slot, expected one in "
+                f"reductions, got {self.reductions}"
+            )
         super().check()
 
     def protected(self, view: View) -> int | float:

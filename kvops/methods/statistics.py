@@ -325,6 +325,12 @@ class CalibratedPolicy(KeyPolicy):
                 f"{self.name}: statistics must be a kvops.QueryStatistics or the path of its file, got "
                 f"{type(self.statistics).__name__}"
             )
+        if self.statistics == "prompt" and not self.needs.statistics:
+            raise ValueError(
+                f"{self.name}: statistics='prompt' is for rules that declare Needs(statistics=True), expected a "
+                "kvops.QueryStatistics or the path of its file (./prompt if that is its name), got 'prompt' with "
+                f"{self.needs}"
+            )
         super().check()
 
     @property

@@ -50,7 +50,8 @@ class View:
         kept: int64 [b, Hk, <= n] or None, the positions of the first slots of a cache. The positions of the other slots
             are consecutive and end at `seen`.
         padding: int32 [b] or None, the columns of padding before each row's first token.
-        observed: The attention that queries gave to each key (`QueryPolicy`): fp32 [b, Hk, n] or [b, Hq, n].
+        observed: The attention that queries gave to each key (`QueryPolicy`): fp32 [b, Hk, n] or [b, Hq, n]. With
+            several `reductions`, as in `DefensiveKV`, the heads of each follow one another.
         window: How many of the newest tokens gave the observing queries; these tokens are kept.
         rope: If not None, keys are rotated at their slots, and `move` must rotate them to their new slots and then set
             it to None.

@@ -362,6 +362,24 @@ def test_laq_runs_the_stages_of_the_paper(template):
     assert [s.tokens_kept for s in cache.stats()] == [20 + 9] * 3
 
 
+@pytest.mark.parametrize(
+    "stage1",
+    [kvops.StreamingLLM(16), "streamingllm", kvops.DefensiveKV(16, window=4)],
+)
+def test_laq_with_any_first_stage(stage1):
+    """One whose tokens take the positions of their slots, and one that needs something of the model."""
+    ids, _ = make_prompts(40)
+    out = kvops.hf.generate(make_model(), kvops.LAQ(10, stage1=stage1), ids, max_new_tokens=3, do_sample=False)
+    assert out.shape[1] == 43
+
+
+def test_laq_without_the_weights_of_its_first_stage():
+    """It raises before the model reads the prompt."""
+    model = own()
+    with pytest.raises(ValueError, match="CriticalKV: w_o must be .* got None; .*for_model"):
+        KVCache(model.config, kvops.LAQ(10, stage1=kvops.CriticalKV(16, window=4)))
+
+
 def test_laq_first_token_is_that_of_the_full_prefill():
     model = make_model()
     for seed in range(5):

@@ -201,7 +201,7 @@ def test_it_resumes(loaded, tmp_path):
     other = {**given, "out": tmp_path / "shared"}
     rows = kvops.eval.run(*loaded, **other, share_prefill=True).rows
     assert [x["partial"] for x in rows] == [x["partial"] for x in results.rows]
-    assert [bool(x["prefill_s"]) for x in rows] == [False] * 3
+    assert [x["prefill_s"] for x in rows] == [None] * 3
     with pytest.raises(ValueError, match="share_prefill was True and is now None"):
         kvops.eval.run(*loaded, **other)
     with pytest.raises(ValueError, match="text was .haystack.txt .* and is now 'text "):

@@ -207,7 +207,7 @@ def test_the_whole_cache_loses_nothing():
 
 
 @pytest.mark.parametrize("block", (0, 128))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "defensivekv:stages=False"])
 def test_every_method_runs(method, block):
     """At its budget, or with the reason why not."""
     if method == "full":
@@ -217,7 +217,9 @@ def test_every_method_runs(method, block):
     except Unreachable as error:
         if method == "kvzip" and block:
             assert "second reading" in str(error)
-        elif method in ("criticalkv", "expected-attention", "triattention", "kvzip"):
+        elif method == "kvzip":
+            assert "have no q_repeat" in str(error)
+        elif method in ("criticalkv", "defensivekv", "expected-attention", "triattention"):
             assert "of a model" in str(error)
         else:
             assert block and method.startswith("laq") and "draft" in str(error)

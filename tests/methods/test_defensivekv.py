@@ -181,30 +181,42 @@ def test_the_maximum_over_more_rows_than_the_operator_takes(score):
     assert (fp64(found) < 0).any() == (score == "dot")
 
 
-def staged(q, k, v, w_o, budget, sinks=0, mass=0.9, kernel=5, prior=1.0, shared=False):
-    """Return the kept slots of each row and head by the formula, in fp64."""
-    (b, heads, n, _), w = k.shape, q.shape[2]
+def both_scores(q, k, v, w_o, kernel=5, prior=1.0):
+    """Return the mean attention of each prefix token and its score in the second stage, fp64 [b, Hk, n - w]."""
+    (_, heads, n, _), w = k.shape, q.shape[2]
     logits = q.double().unflatten(1, (heads, -1)) @ k.double().unsqueeze(2).mT / q.shape[-1] ** 0.5
     seen = torch.ones(w, n, dtype=torch.bool).tril(n - w)
     a = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., : n - w]  # [b, Hk, group, w, n - w]
-    mean, risk = a.mean((2, 3)), max_pool1d(a.amax((2, 3)), kernel, 1, kernel // 2)
+    risk = max_pool1d(a.amax((2, 3)), kernel, 1, kernel // 2)
     risk = torch.maximum(risk, prior * risk.mean(-1, keepdim=True))
     weights = w_o.double().unflatten(1, (heads, -1, v.shape[3]))
     norms = torch.einsum("bhnd,chgd->bhgnc", v[:, :, : n - w].double(), weights).abs().sum(-1).mean(2)
-    second = risk * norms / norms.sum(-1, keepdim=True)
+    return a.mean((2, 3)), risk * norms / norms.sum(-1, keepdim=True)
+
+
+def ranking(m, s, most, sinks=0, mass=0.9):
+    """Return the tokens of one head that are not sinks, best first, and how many of them are of the first stage."""
+    free = [i for i in m.sort(descending=True, stable=True).indices.tolist() if i >= sinks]
+    first, held = [], 0.0
+    for i in free[:most]:
+        held += m[i]
+        if m[free].sum() - held <= 1 - mass:
+            break
+        first.append(i)
+    others = [i for i in s.sort(descending=True, stable=True).indices.tolist() if i >= sinks and i not in first]
+    return first + others, len(first)
+
+
+def staged(q, k, v, w_o, budget, sinks=0, mass=0.9, prior=1.0, shared=False):
+    """Return the kept slots of each row and head by the formula, in fp64."""
+    (b, heads, n, _), w = k.shape, q.shape[2]
+    mean, second = both_scores(q, k, v, w_o, prior=prior)
     if shared:
         mean, second = (x.mean(1, keepdim=True).expand(-1, heads, -1) for x in (mean, second))
-    rows = []
+    rows, most = [], budget - w - sinks
     for m, s in zip(mean.flatten(0, 1), second.flatten(0, 1)):
-        free = [i for i in m.sort(descending=True, stable=True).indices.tolist() if i >= sinks]
-        first, held = [], 0.0
-        for i in free[: budget - w - sinks]:
-            held += m[i]
-            if m[free].sum() - held <= 1 - mass:
-                break
-            first.append(i)
-        others = [i for i in s.sort(descending=True, stable=True).indices.tolist() if i >= sinks and i not in first]
-        rows.append(sorted([*range(sinks), *first, *others[: budget - w - sinks - len(first)], *range(n - w, n)]))
+        best, _ = ranking(m, s, most, sinks, mass)
+        rows.append(sorted([*range(sinks), *best[:most], *range(n - w, n)]))
     return torch.tensor(rows).unflatten(0, (b, heads))
 
 
@@ -241,22 +253,25 @@ def test_both_stages_decide():
 
 
 def test_heads_share_the_budget_by_both_stages():
-    """The layer's highest scores, with a floor of a fifth; the tokens of the first stage come before all others."""
+    """Each head keeps its best fifth of the budget, and the layer the best of all others, first stages first."""
     q, k, v, w_o = projected(n=200, w=8, b=1)
     k[:, 1] *= 0.2  # this head attends evenly
-    policy = kvops.DefensiveKV(60, w_o=w_o, head_mode="adaptive", first_stage_mass=0.3)
-    view = kvops.View(k, v)
-    policy.observe(view, q, None, {})
-    ranked = policy._staged(policy.scores(view), view, 60, 8)
-    budgets = kvops.head_budgets(ranked, 60, 8)
-    kept = policy.compress(k, v, q).indices
-    assert (kept >= 0).sum(-1).tolist() == budgets.tolist() and len(set(budgets[0].tolist())) == 2
-    alone = kvops.defensivekv_compress(k, v, q, budgets, w_o=w_o, first_stage_mass=0.3).indices
-    assert torch.equal(kept, alone)
+    mean, second = both_scores(q, k, v, w_o)
+    kept, others = [], []
+    for h, (m, s) in enumerate(zip(mean[0], second[0])):
+        best, first = ranking(m, s, 52, mass=0.3)
+        kept.append(best[:10])  # a fifth of 60 - 8, rounded down
+        others += [(place >= first, -float(s[i]), h, i) for place, i in enumerate(best)][10:]
+    for _, _, h, i in sorted(others)[: 2 * (52 - 10)]:
+        kept[h].append(i)
+    want = [sorted([*x, *range(192, 200)]) for x in kept]
+    found = kvops.defensivekv_compress(k, v, q, 60, w_o=w_o, head_mode="adaptive", first_stage_mass=0.3).indices
+    assert [[i for i in x if i >= 0] for x in found[0].tolist()] == want
+    assert len(want[0]) != len(want[1])
 
 
 def test_padded_rows_and_lost_tokens_with_stages():
-    """Padded rows keep the same as alone. A token without a norm is evicted first and counts nowhere."""
+    """Padded rows keep the same as alone. A token without a norm is evicted first."""
     q, k, v, w_o = projected(n=60, w=4)
     k[1, :, :17], k[1, :, 50:], v[1, :, 50:] = 9e3, torch.nan, torch.nan  # outside of the second row
     spans = dict(starts=kit.int32(0, 17), lengths=kit.int32(60, 33))
@@ -292,6 +307,22 @@ def test_layers_that_share_keys_count_as_one_group():
         cache.attention(halves[0], *keys, readers=1)
         cache.read(halves[1], *keys)
         assert torch.equal(cache.positions, policy.compress(k, v, q[:, :, -8:]).indices)
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("stages", [True, False])
+def test_compiles_without_graph_breaks(stages):
+    torch.compiler.reset()
+    q, k, v, w_o = projected(n=60, w=8)
+    policy = kvops.DefensiveKV(30, w_o=w_o, stages=stages)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def both(q, k, v):
+        return policy.compress(k, v, q), kvops.defensivekv_compress(k, v, q, 30, w_o=w_o, stages=stages)
+
+    want = policy.compress(k, v, q)
+    for got in both(q, k, v):
+        assert all(torch.equal(x, y) for x, y in zip(got, want))
 
 
 def test_settings_of_the_stages():

@@ -295,8 +295,10 @@ def test_what_cannot_gather_says_so():
         kvops.Cache(ExpectedAttention(64, statistics=kit.query_statistics(1, HEADS * GROUP, D)), rope=rope())
     with kit.refuses("ExpectedAttention: a PagedCache does not gather the statistics of a prompt's queries"):
         kvops.PagedCache(policy, 10, num_layers=1, kv_heads=HEADS, head_dim=D)
-    with kit.refuses("statistics must be the path of a file, got 'prompt'", kind=FileNotFoundError):
-        kvops.TriAttention(200, statistics="prompt").compress(k, v)
+    with kit.refuses("TriAttention: statistics='prompt' is for rules that declare", "got 'prompt'"):
+        kvops.TriAttention(200, statistics="prompt")
+    with kit.refuses("LAQ: stage1 gets no queries of the prompt", "ExpectedAttention"):
+        kvops.LAQ(64, stage1=ExpectedAttention(32, statistics="prompt"))
 
 
 def test_engines_refuse_it():
