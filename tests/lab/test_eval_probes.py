@@ -88,6 +88,20 @@ def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, mon
     assert {*alone} == {next(iter(METHODS)), *staged}
 
 
+def test_shared_keys_are_refused(reader, monkeypatch):
+    cache = Reader._cache
+
+    def with_readers(self, policy):
+        made = cache(self, policy)
+        made.evicting_layers[1].readers = 1
+        return made
+
+    monkeypatch.setattr(Reader, "_cache", with_readers)
+    with pytest.raises(Refused, match="--share-prefill: layers of this model share keys"):
+        Reader(reader.model, share=True)
+    assert not Reader(reader.model).share
+
+
 # The full cache
 
 

@@ -306,6 +306,17 @@ def test_equal_settings_are_equal(policy):
     assert policy != "policy" and policy != object()
 
 
+def test_scores_that_are_added_up_have_one_reduction():
+    @dataclass(frozen=True, eq=False)
+    class Both(kvops.H2O):
+        @property
+        def reductions(self):
+            return ("sum", "mean"), ("max", "max")
+
+    with pytest.raises(ValueError, match="Both: caches add up the scores of one reduction .* got .*'max'"):
+        Both(20)
+
+
 def test_policies_of_different_classes_differ():
     assert kvops.SnapKV(64) != kvops.PyramidKV(64) and len({kvops.SnapKV(64), kvops.PyramidKV(64)}) == 2
     budget = kit.int32(1, 2, 3, 4).view(2, 2)

@@ -163,6 +163,18 @@ def test_a_frozen_cache_gathers_nothing():
     assert len(cache) == 64
 
 
+def test_after_a_prompt_that_was_read_frozen_the_next_query_counts():
+    of = rope()
+    q, q_turned, k, v = prompt(of)
+    cache = cache_of(ExpectedAttention(64, statistics="prompt", buffer=1), of)
+    cache.freeze()
+    attend(cache, *(x[:, :, :200] for x in (q_turned, k, v)), 200)
+    cache.frozen = False
+    attend(cache, *(x[:, :, 200:201] for x in (q_turned, k, v)))
+    assert len(cache) == 64
+    assert_moments(cache, q[:, :, 200:201])
+
+
 @pytest.mark.parametrize("sinks", [4, 0])
 def test_a_prompt_without_queries_that_count_leaves_the_norms(sinks):
     """All keys are expected to get the same weight. Without sinks, the first query counts."""
