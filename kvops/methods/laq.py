@@ -113,8 +113,14 @@ class LAQ(WindowPolicy):
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
+        # Before the prompt is read, not only when the draft begins.
         if isinstance(self.stage1, Policy):
-            self.stage1.check_cache(layer, num_layers)  # before the prompt is read, not only when the draft begins
+            self.stage1.check_cache(layer, num_layers)
+        elif taken := {"statistics", "w_o"} & {x.name for x in fields(entry_of(self.name, self.stage1).policy)}:  # type: ignore[arg-type]
+            raise ValueError(
+                f"{self.name}: stage1 by name has no {taken.pop()} of a model, expected a policy, such as "
+                f"kvops.hf.for_model('{self.stage1}:budget=64', model), got {self.stage1!r}"
+            )
 
     @property
     def remembers(self) -> int:
@@ -225,11 +231,6 @@ def entry_of(op: str, stage1: str) -> Entry:
     if name is None or issubclass(METHODS[name].policy, LAQ):
         names = ", ".join(x for x, entry in METHODS.items() if not issubclass(entry.policy, LAQ))
         raise ValueError(f"{op}: stage1 must be one of {names}, got {stage1!r}")
-    if taken := {"statistics", "w_o"} & {x.name for x in fields(METHODS[name].policy)}:  # type: ignore[arg-type]
-        raise ValueError(
-            f"{op}: stage1 by name has no {taken.pop()} of a model, expected a policy, such as "
-            f"kvops.hf.for_model('{name}:budget=64', model), got {stage1!r}"
-        )
     return METHODS[name]
 
 

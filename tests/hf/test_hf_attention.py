@@ -378,6 +378,9 @@ def test_laq_without_the_weights_of_its_first_stage():
     model = own()
     with pytest.raises(ValueError, match="CriticalKV: w_o must be .* got None; .*for_model"):
         KVCache(model.config, kvops.LAQ(10, stage1=kvops.CriticalKV(16, window=4)))
+    for name in ("criticalkv", "expected-attention"):
+        with pytest.raises(ValueError, match=f"LAQ: stage1 by name has no .* of a model, .* got '{name}'"):
+            KVCache(model.config, kvops.LAQ(10, stage1=name))
 
 
 def test_laq_first_token_is_that_of_the_full_prefill():

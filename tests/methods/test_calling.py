@@ -38,6 +38,7 @@ SETTINGS = {
     "pyramidkv": dict(budget=24, layer=1, num_layers=4),
     "kvzip": dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D)),
     "criticalkv": dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D)),
+    "defensivekv": dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D)),
     "satkv": dict(budget=40),
     "expectedattention": dict(budget=24, statistics=STATISTICS),
     "triattention": dict(budget=24, statistics=STATISTICS, recent=4),

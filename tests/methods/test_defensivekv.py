@@ -314,11 +314,11 @@ def test_layers_that_share_keys_count_as_one_group():
 def test_compiles_without_graph_breaks(stages):
     torch.compiler.reset()
     q, k, v, w_o = projected(n=60, w=8)
-    policy = kvops.DefensiveKV(30, w_o=w_o, stages=stages)
+    policy = kvops.DefensiveKV(40, w_o=w_o, stages=stages)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def both(q, k, v):
-        return policy.compress(k, v, q), kvops.defensivekv_compress(k, v, q, 30, w_o=w_o, stages=stages)
+        return policy.compress(k, v, q), kvops.defensivekv_compress(k, v, q, 40, w_o=w_o, stages=stages)
 
     want = policy.compress(k, v, q)
     for got in both(q, k, v):
