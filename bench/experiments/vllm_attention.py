@@ -147,6 +147,7 @@ def time_layer(
 def time_layers(most: int, rounds: int, page: int) -> list[dict]:
     from vllm.config import VllmConfig, set_current_vllm_config
 
+    torch.cpu._init_amx()  # asks Linux for AMX, which an engine's first product does; vLLM's kernel would crash without
     config, found = VllmConfig(), []
     with set_current_vllm_config(config), torch.inference_mode():
         for heads, shape in HEADS.items():

@@ -803,11 +803,11 @@ def test_an_attention_without_an_output_projection_is_refused():
     layer, owner = torch.nn.Module(), torch.nn.Module()
     layer.impl, layer.num_heads, layer.head_size_v, layer.layer_name = object(), 4, 8, "model.layers.0.attn"
     with kit.refuses("layers.0.attn in NoneType", kind=NotImplementedError):  # it is nobody's
-        weights._output_weights(layer, torch.float32)
+        weights._output_weights("CriticalKV", layer, torch.float32)
     owner.attn = layer
     owner.o_proj = torch.nn.Linear(32, 16)  # not one of vLLM's
     with kit.refuses("one RowParallelLinear of 32 inputs", "layers.0.attn in Module, got 0", kind=NotImplementedError):
-        weights._output_weights(layer, torch.float32)
+        weights._output_weights("CriticalKV", layer, torch.float32)
 
 
 def _projection_sizes(model) -> list[int]:
