@@ -162,11 +162,7 @@ def window(policy: Policy) -> int:
 def check_observed(who: str, policy: Policy) -> None:
     """Raise ValueError for queries that no observer supports. who: the integration that error messages name."""
     name, per_slot = policy.name, policy.needs.per_slot
-    if policy.needs.statistics:
-        raise ValueError(
-            f"{name}: {who} does not gather the statistics of a prompt's queries, expected those of the model, a "
-            f"kvops.QueryStatistics or the path of its file, got {policy!r}"
-        )
+    policy.check_no_statistics(who)
     if per_slot and not (isinstance(policy, QueryPolicy) and per_slot == ("scores",)):
         raise ValueError(
             f"{name}: {who} stores only accumulated query scores per slot, expected needs.per_slot=('scores',) of a "

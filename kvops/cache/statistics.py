@@ -57,23 +57,14 @@ class StatisticsCache(Cache, kind="statistics"):
     def _evict(self, view: View) -> Tensor | None:
         return None if self._due else super()._evict(view)  # eviction waits for the attention
 
-    def attention(
-        self,
-        q: Tensor,
-        k_step: Tensor,
-        v_step: Tensor,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-        sink_logits: Tensor | None = None,
-    ) -> Tensor:
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
         check_step(self.name, q, k_step, self._due)
         with self.undone_on_error():
-            out = super().attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
+            out = super().attention(q, k_step, v_step, **options)
             new, self._due = self._due, 0
             if not self.frozen and (new > 1 or self._moments is None):
                 self._gather(q)
-                self._scale, self._gathered = scale, self.seen
+                self._scale, self._gathered = options.get("scale"), self.seen
             view = self._stored(new=new)
             indices = None if self.frozen else self._evict(view)
             if indices is None:

@@ -112,12 +112,12 @@ class Reader:
         self.num_layers = self.inner.config.get_text_config(decoder=True).num_hidden_layers
         generation = self.inner.generation_config
         ends = None if generation is None else generation.eos_token_id
-        self.share = share
+        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
         self._read: tuple[Any, hf.KVCache, Tensor] | None = None  # the last prompts read, their cache and logits
+        self.share = share
         if share and any(x.readers for x in self._cache(RecordQueries()).evicting_layers):
             raise Refused("--share-prefill: layers of this model share keys; leave it out")
-        self._whole: tuple[tuple[Any, ...], Whole] | None = None  # the last result of `whole`, with its arguments
-        self.ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def prepared(self, model: PreTrainedModel) -> PreTrainedModel:
         from .. import hf

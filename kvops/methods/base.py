@@ -273,16 +273,23 @@ class Policy:
 
     def check_cache(self, layer: int, num_layers: int) -> None:
         """Raise ValueError if a cache of this layer cannot use this policy."""
+        self._check_weights(num_layers)
+
+    def _check_weights(self, num_layers: int) -> None:
         if "w_o" in self.needs.model:
             check_layers(self.name, self.w_o, num_layers)
 
-    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
+    def check_no_statistics(self, who: str) -> None:
+        """Raise ValueError if the policy needs statistics of the prompt, which `who` does not gather."""
         if self.needs.statistics:
             raise ValueError(
-                f"{self.name}: a PagedCache does not gather the statistics of a prompt's queries, expected those of "
-                f"the model, a kvops.QueryStatistics or the path of its file, got {self!r}"
+                f"{self.name}: {who} does not gather the statistics of a prompt's queries, expected those of the "
+                f"model, a kvops.QueryStatistics or the path of its file, got {self!r}"
             )
+
+    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
+        """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
+        self.check_no_statistics("a PagedCache")
         if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:
@@ -290,7 +297,7 @@ class Policy:
                 raise ValueError(
                     f"{self.name}: all heads keep the same number of tokens, expected by_head=False, got {self!r}"
                 )
-            Policy.check_cache(self, 0, num_layers)  # heads may differ in length
+            self._check_weights(num_layers)
             return
         for layer in range(num_layers):
             self.check_cache(layer, num_layers)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..ops import select_topk
 from ..ops.checks import (
@@ -90,6 +91,12 @@ def row_budgets(
     return keep, None
 
 
+def with_first(scores: Tensor, slots: Tensor, score: float = torch.inf) -> Tensor:
+    """A copy of the scores, [b, heads, n], in which these slots have `score`: int64 [b, heads, any], -1 for none."""
+    n = scores.shape[2]
+    return pad(scores, (0, 1)).scatter_(2, torch.where(slots < 0, n, slots), score)[..., :n].contiguous()
+
+
 def head_budgets(
     scores: Tensor,
     budget: int | float,
@@ -155,8 +162,8 @@ def head_budgets(
     # Rank the whole layer in one row: each head's guaranteed tokens first, slots outside of the prefix last.
     ranked = scores.nan_to_num(-torch.inf, torch.finfo(scores.dtype).max, -torch.inf)
     ranked.masked_fill_(outside_prefix(scores, window, starts, span_ends(scores, starts, lengths)), torch.nan)
-    ranked = torch.nn.functional.pad(ranked, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n]
-    chosen = select_topk(ranked.contiguous().view(b, 1, heads * n), k=heads * (keep - window), budgets=heads * count)
+    ranked = with_first(ranked, best)
+    chosen = select_topk(ranked.view(b, 1, heads * n), k=heads * (keep - window), budgets=heads * count)
     counts = budgets.repeat(1, heads)
     for h in range(heads):
         counts[:, h] = ((chosen >= h * n) & (chosen < (h + 1) * n)).sum((1, 2)) + window

@@ -15,13 +15,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..ops import select_topk
 from ..ops.checks import check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
-from .budgets import Budget, fraction_of, row_budgets
+from .budgets import Budget, fraction_of, row_budgets, with_first
 from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
@@ -102,7 +101,7 @@ class CriticalKV(WindowPolicy):
             lengths=view.lengths,
             budgets=budgets,
         )
-        ranked = pad(weighted, (0, 1)).scatter_(2, torch.where(best < 0, n, best), torch.inf)[..., :n].contiguous()
+        ranked = with_first(weighted, best)
         return select_budget(
             self.name, ranked, view.heads, budget, sinks=self.sinks, recent=recent, **view.spans, **options
         )

@@ -18,7 +18,7 @@ from ..ops.api import Reduce
 from ..ops.checks import check_bool, check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
-from .budgets import Budget, row_budgets
+from .budgets import Budget, row_budgets, with_first
 from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import shared_scores
@@ -137,5 +137,4 @@ class DefensiveKV(WindowPolicy):
         order = attention.gather(2, torch.where(best < 0, n, best)).sort(dim=-1, descending=True, stable=True)
         others = attention.sum(-1, keepdim=True) - order.values.cumsum(-1)
         first = torch.where(others > 1 - self.first_stage_mass, best.gather(2, order.indices), -1)
-        top = torch.finfo(weighted.dtype).max
-        return pad(weighted, (0, 1)).scatter_(2, torch.where(first < 0, n, first), top)[..., :n].contiguous()
+        return with_first(weighted, first, torch.finfo(weighted.dtype).max)  # finite, as `shared_scores` needs
