@@ -18,7 +18,7 @@ from kvops.eval.specs import Refused  # noqa: E402
 from kvops.eval.tasks import Filler  # noqa: E402
 from kvops.eval.tasks.base import asked  # noqa: E402
 from kvops.eval.tasks.needles import Passkey  # noqa: E402
-from kvops.eval.tasks.probes import Agreement, Chunked, Perplexity, Recall  # noqa: E402
+from kvops.eval.tasks.probes import Agreement, Chunked, Continuation, Perplexity, Recall  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BENCH = Path(__file__).parents[2] / "bench"
@@ -246,6 +246,29 @@ def test_pieces_of_the_text():
             Perplexity().prompts(numbered, context, 1, 0)
 
 
+# Loss after a cut
+
+
+@torch.inference_mode()
+def test_the_loss_of_a_continuation_is_that_of_transformers(reader, filler, plain):
+    """The newest tokens alone are what a mask leaves of the context."""
+    task = Continuation(tokens=40)
+    ids = torch.from_numpy(np.stack([x.context for x in task.prompts(filler, 200, 2, 0)]))
+    assert ids.shape == (2, 240)
+    seen = torch.ones(240, 240, dtype=torch.bool).tril()
+    for method, budget in (("full", None), ("streamingllm:sinks=0", 50)):
+        if budget:
+            seen[200:, : 200 - budget] = False
+        mask = torch.where(seen, 0.0, -torch.inf).double().expand(2, 1, -1, -1)
+        logits = plain(ids, attention_mask=mask).logits[:, 199:-1]
+        want = torch.nn.functional.cross_entropy(logits.mT, ids[:, 200:], reduction="none").mean(1)
+        found = run(task, reader, filler, method, budget, "once", 200)
+        assert found.scores["loss"] == pytest.approx(want.tolist(), rel=1e-4)
+        assert found.tokens == (budget or 200) and found.bytes_full == 200 * 3 * 2 * 2 * 64 * 4
+    with pytest.raises(Refused, match=f"--context: expected 1 to {len(filler.ids) - 39} .*, got {len(filler.ids)}"):
+        task.prompts(filler, len(filler.ids), 1, 0)
+
+
 # Chunked prefill
 
 
@@ -285,10 +308,11 @@ def test_a_window_of_chunks_forgets_the_key(reader, filler):
 
 
 def test_every_task_by_the_command(tmp_path):
-    names = ["agreement", "recall", "perplexity", "chunked"]
+    names = ["agreement", "recall", "perplexity", "continuation", "chunked"]
     a = command.arguments(
         [
-            *("--tasks", "agreement:digits=8", "recall:digits=8", "perplexity:window=64", "chunked:digits=8,chunk=64"),
+            *("--tasks", "agreement:digits=8", "recall:digits=8", "perplexity:window=64", "continuation:tokens=16"),
+            "chunked:digits=8,chunk=64",
             *("--methods", "full", "satkv", "laq", "--budgets", "64", "--context", "256"),
             *("--prompts", "2", "--batch", "1", "--out", str(tmp_path)),
         ],
@@ -298,7 +322,7 @@ def test_every_task_by_the_command(tmp_path):
     (file,) = command.measure(a, "python -m kvops.eval", Reader)
     lines = [x for x in map(json.loads, file.read_text().splitlines()) if "task" in x]
     assert [x.partition(":")[0] for x in dict.fromkeys(line["task"] for line in lines)] == names
-    assert len(lines) == 3 * 2 * (2 + 2 + 1 + 1)  # methods, batches, points
+    assert len(lines) == 3 * 2 * (2 + 2 + 1 + 1 + 1)  # methods, batches, points
     for line in lines:
         streams = line["point"] in ("stream", "chunked")
         if streams and line["method"] == "LAQ":
@@ -313,6 +337,7 @@ def test_wrong_use(reader, filler, capsys):
     for spec, message in (
         ("perplexity:window=0", "perplexity: window must be an integer, at least 1, got 0"),
         ("perplexity:bins=x", "perplexity: bins must be an integer, at least 1, got 'x'"),
+        ("continuation:tokens=0", "continuation: tokens must be an integer, at least 1, got 0"),
         ("chunked:chunk=-1", "chunked: chunk must be an integer, at least 0, got -1"),
         ("recall:digits=0", "passkey: digits must be an integer, at least 1, got 0"),
     ):

@@ -181,7 +181,7 @@ def test_what_cannot_be_measured_is_said_in_one_line(peer, tmp_path):
         run(peer, tmp_path, "--methods", "full", "--seed", "1")
 
 
-@pytest.mark.parametrize("task", ["agreement", "recall", "perplexity", "chunked"])
+@pytest.mark.parametrize("task", ["agreement", "recall", "perplexity", "continuation", "chunked"])
 def test_tasks_without_answers_are_refused(peer, task, capsys):
     with pytest.raises(SystemExit):
         peer.main(["--tasks", task])

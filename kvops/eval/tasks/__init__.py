@@ -3,7 +3,7 @@
 base.py       the interface of a task
 needles.py    keys hidden in a text: passkey, needle in a haystack, RULER's kinds, variable tracking
 words.py      lists: words, of which the question asks for the most common ones, and a phone book
-probes.py     measures of the cache itself: agreement, recall, perplexity, chunked prefill
+probes.py     measures of the cache itself: agreement, recall, perplexity of streams and after a cut, chunked prefill
 synthetic.py  methods on caches without a model, drawn from the papers' assumptions
 copies.py     benchmarks read from a local copy of their data: ruler.py, longbench.py
 """
@@ -27,7 +27,7 @@ from .needles import (
     VariableTracking,
     random_digits,
 )
-from .probes import Agreement, Chunked, Perplexity, Recall
+from .probes import Agreement, Chunked, Continuation, Perplexity, Recall
 from .ruler import Ruler
 from .synthetic import Synthetic
 from .words import CommonWords, FrequentWords, Phonebook
@@ -69,6 +69,7 @@ TASKS: dict[str, type[Task]] = {
         Agreement,
         Recall,
         Perplexity,
+        Continuation,
         Chunked,
         Synthetic,
         Ruler,

@@ -104,6 +104,23 @@ class Recall(OfPasskeys):
         return measured({name: torch.stack(x).mean((0, 2)) for name, x in scores.items()}, prefill, prompts)
 
 
+def pieces(filler: Filler, context: int, count: int, seed: int, more: int = 0) -> list[Prompt]:
+    """Cut pieces of context + more tokens from the text, without overlap if it is long enough."""
+    room = context + more - len(filler.first)
+    if room < 2 or room > len(filler.ids):
+        least, most = len(filler.first) + 2, len(filler.ids) + len(filler.first)
+        raise Refused(
+            f"--context: expected {max(1, least - more)} to {most - more} (the length of --text), got {context}"
+        )
+    spare = len(filler.ids) - count * room
+    if spare >= 0:
+        gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
+        begins = np.arange(count) * room + gaps
+    else:
+        begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
+    return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
+
+
 @dataclass
 class Perplexity(Task):
     """Perplexity by position over a long text (LaCache, Table 1), in pieces of --context tokens.
@@ -129,20 +146,7 @@ class Perplexity(Task):
         check_options(self)
 
     def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        """Cut pieces from the text, without overlap if it is long enough."""
-        room = context - len(filler.first)
-        if room < 2 or room > len(filler.ids):
-            most = len(filler.ids) + len(filler.first)
-            raise Refused(
-                f"--context: expected {len(filler.first) + 2} to {most} (the length of --text), got {context}"
-            )
-        spare = len(filler.ids) - count * room
-        if spare >= 0:
-            gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
-            begins = np.arange(count) * room + gaps
-        else:
-            begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
-        return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
+        return pieces(filler, context, count, seed)
 
     def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
@@ -160,6 +164,40 @@ class Perplexity(Task):
         scores = {"loss": stream.losses.mean(1).tolist()}
         full = stream.held[-1].bytes_full // count
         return Outcome(scores, most.tokens, most.bytes // count, full, float(stream.seconds.sum()), more=more)
+
+
+@dataclass
+class Continuation(Task):
+    """Loss of the text that follows a context, after the cache was cut once.
+
+    The model reads the first --context tokens of a piece of text and the method cuts their cache. Then the model
+    predicts each of the next `tokens` tokens from what is left of the context and from those before it. loss: mean of
+    -log p over these tokens, in nats; its exponential is the perplexity. The first is predicted before anything is
+    evicted.
+    """
+
+    tokens: int = 256
+
+    name = "continuation"
+    points = ("once",)
+    metrics = ("loss",)
+    percent = False
+    better = "lower"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
+        return pieces(filler, context, count, seed, self.tokens)
+
+    def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
+        self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
+    ) -> Outcome:
+        context, following = np.split(np.stack([x.context for x in prompts]), [-self.tokens], axis=1)
+        prefill = reader.prefill(context, rule, budget)
+        logits = reader.follow(prefill, None, following)
+        loss = F.cross_entropy(logits.mT.float(), reader.tokens(following), reduction="none").mean(1)
+        return measured({"loss": loss}, prefill, prompts)
 
 
 @dataclass
