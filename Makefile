@@ -59,9 +59,11 @@ serve-demo: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 build: $(STAMPS)/kvops
 
 # Without the tests marked `full`: sanitizers, other orders of simulated threads, other instruction sets, long budgets.
-# With ARGS that name tests, by a path or by -k, all their cases.
+# In as many processes as there are cores, at most 7, and one that waits for the simulator, whose tests come first; in one
+# process where there is a GPU. With ARGS that name tests, by a path or by -k, all their cases, in one process.
 test: $(STAMPS)/kvops $(STAMPS)/dev
-	@$(PY) -m pytest $(if $(filter -k% tests/%,$(ARGS)),,--sample 8) $(ARGS)
+	@$(PY) -m pytest $(if $(filter -k% tests/%,$(ARGS)),,--sample 8 $(SPREAD)) $(ARGS)
+SPREAD = $(if $(shell command -v nvidia-smi),,-n $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8))) --dist loadfile --no-loadscope-reorder)
 
 test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" $(ARGS)

@@ -50,7 +50,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: a sample has a case of each test that they leave
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=in_simulator)  # last, because their results arrive last
+    # Last, because their results arrive last; first where a process of its own waits for them.
+    items.sort(key=in_simulator, reverse=shared(config))
     share, sample = config.getoption("share"), config.getoption("sample")
     if sample is not None and sample < 1:
         raise pytest.UsageError(f"--sample: expected at least 1, got {sample}")
@@ -71,9 +72,9 @@ def in_share(item, share: str, of: str = "") -> bool:
     return kit.in_share(f"{of}{item.path.name}::{item.name}", share)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def outcomes(request):
-    """Start the simulated runs, which take minutes, with the first test; most other tests use one core."""
+    """The simulated runs."""
     simulated = [x for x in request.session.items if in_simulator(x) and hasattr(x, "callspec")]
     if not simulated or simulated[0].module.cuda_include() is None:
         yield None
@@ -82,6 +83,18 @@ def outcomes(request):
     begun = simulated[0].module.Outcomes([x.callspec.params["name"] for x in simulated], sample)
     yield begun
     begun.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def simulated_runs_begin(request):
+    """Start them with the first test: they take minutes, and most other tests use one core."""
+    if not shared(request.config):
+        request.getfixturevalue("outcomes")
+
+
+def shared(config) -> bool:
+    """Whether several processes share the tests (pytest-xdist)."""
+    return hasattr(config, "workerinput")
 
 
 def pytest_collection_finish():
