@@ -23,6 +23,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
 - `<!-- pareto -->`: bench/experiments/pareto.py, the best ladder and random patterns of its size.
 - `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
+- `<!-- decode peers -->`: bench/peers/decode_attention.py.
 - `<!-- vllm attention -->`, `<!-- vllm engines -->`: bench/experiments/vllm_attention.py, layers of 32 query
   heads, and whole engines.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: bench/experiments/end_to_end.py, prompts in chunks and in small
@@ -453,6 +454,18 @@ def prefixes_table() -> str:
     return markdown(lines)
 
 
+def decode_peers_table() -> str:
+    """Return a row per dtype and number of tokens: kvops' rate, and the others' CPU times as multiples of its."""
+    rows = json.loads(RESULTS.with_name("decode-peers.json").read_text())["cells"]
+    names = [x for x in rows[0]["seconds"] if x != "kvops"]
+    lines = [["dtype", "tokens", "kvops, GB/s", *names], ["---"] * (3 + len(names))]
+    for row in rows:
+        seconds = row["seconds"]
+        others = ("–" if (x := seconds[name]) is None else f"{x / seconds['kvops']:.1f} x" for name in names)
+        lines.append([row["dtype"], number(row["tokens"]), f"{row['bytes'] / seconds['kvops'] / 1e9:.1f}", *others])
+    return markdown(lines)
+
+
 def vllm_attention_table() -> str:
     """Return a row per kind of step: kvops' CPU time as a fraction of vLLM's, and the bytes that decode reads."""
     rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["layers"]
@@ -526,6 +539,7 @@ TABLES = {
     "pages": pages_table,
     "fp8": fp8_table,
     "prefixes": prefixes_table,
+    "decode peers": decode_peers_table,
     "vllm attention": vllm_attention_table,
     "vllm engines": vllm_engines_table,
 }

@@ -1,4 +1,4 @@
-"""bench/peers/kvpress_eval.py: with kvpress if it is installed, else with a stand-in for its presses."""
+"""bench/peers: decode_attention.py; kvpress_eval.py with kvpress if it is installed, else with a stand-in for its presses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -204,3 +205,39 @@ def test_kvpress_itself(monkeypatch, tmp_path):
         kept = x["bytes_full"] // PER_TOKEN if name == "Full" else 64
         assert x["tokens"] == kept or name == "ChunkKV" and 32 <= x["tokens"] < 64  # whole chunks
         assert x["bytes_held"] == x["tokens"] * PER_TOKEN
+
+
+DECODE = ROOT / "bench/peers/decode_attention.py"
+
+
+def test_decode_attention_in_turns(monkeypatch):
+    """A dtype that a kernel does not have is left out; a kernel that computes something else is an error."""
+    spec = importlib.util.spec_from_file_location("decode_attention", DECODE)
+    peers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    monkeypatch.setattr(peers, "BYTES", 1)
+
+    def missing(*_):
+        raise TypeError("no such dtype")
+
+    found = {"kvops": peers.with_kvops, "sdpa": peers.with_sdpa, "rows": peers.with_rows, "missing": missing}
+    monkeypatch.setattr(peers, "kernels", lambda _: found)
+    for dtype, worst in (("fp32", 1e-5), ("bf16", 1e-2)):
+        cell = peers.measure(dtype, 70, 1, None)
+        assert cell["seconds"].pop("missing") is None and "missing" not in cell["errors"]
+        assert cell["seconds"].keys() == cell["errors"].keys() == found.keys() - {"missing"}
+        assert min(cell["seconds"].values()) > 0 and max(cell["errors"].values()) < worst
+    found["missing"] = lambda q, k, v: lambda: torch.zeros_like(q)
+    with pytest.raises(RuntimeError, match="missing, fp32, 70 tokens: this is not attention, it is 1 off"):
+        peers.measure("fp32", 70, 1, None)
+
+
+@pytest.mark.full
+def test_decode_attention_of_what_is_installed(tmp_path):
+    file = tmp_path / "x.json"
+    options = ("--tokens", "70", "--dtypes", "fp32", "--rounds", "1", "--json", str(file))
+    done = subprocess.run([sys.executable, str(DECODE), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (cell,) = json.loads(file.read_text())["cells"]
+    assert {"kvops", "sdpa", "sdpa, rows", "flex"} <= {x for x, y in cell["seconds"].items() if y and y > 0}
+    assert cell["bytes"] == 2 * 8 * 70 * 128 * 4 and max(cell["errors"].values()) < 1e-4
