@@ -9,9 +9,9 @@ recorded too. Dtypes that a kernel does not have are left out.
 - torch: `scaled_dot_product_attention` with `enable_gqa`; the same with a group's query heads as rows of one head
   ("rows"), which a single new token allows; and compiled `flex_attention`, with rows.
 - onnxruntime: `GroupQueryAttention`, which appends the token in place.
-- OpenVINO: `scaled_dot_product_attention` with rows.
 - llama.cpp: ggml's `flash_attn_ext`, from the libraries of llama-cpp-python, or of --ggml FOLDER.
-- vLLM's kernel works in blocks of its own: bench/experiments/vllm_attention.py.
+- Not here: vLLM's kernel, which works in blocks of its own (bench/experiments/vllm_attention.py), and OpenVINO's fused
+  one, which works on a cache inside its models; its operation alone takes several times as long as all of these.
 """
 
 from __future__ import annotations
@@ -133,33 +133,6 @@ def onnx_session(dtype: torch.dtype) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def with_openvino(q: Tensor, k: Tensor, v: Tensor) -> Call:
-    import openvino as ov
-    from openvino import opset13 as ops
-
-    of = {torch.float32: ov.Type.f32, torch.float16: ov.Type.f16, torch.bfloat16: ov.Type.bf16}[q.dtype]
-    given = [grouped(q), k, v]
-    parameters = [ops.parameter(list(x.shape), of) for x in given]
-    model = ov.Model([ops.scaled_dot_product_attention(*parameters)], parameters, "attention")
-    options = {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": of}
-    request = ov.Core().compile_model(model, "CPU", options).create_infer_request()
-    for i, x in enumerate(given):
-        tensor = ov.Tensor(of, ov.Shape(list(x.shape)))
-        seen_as_bytes(tensor)[:] = x.contiguous().view(torch.uint8).numpy().ravel()
-        request.set_input_tensor(i, tensor)
-
-    def call() -> Tensor:
-        request.infer()
-        return torch.from_numpy(seen_as_bytes(request.get_output_tensor())).view(q.dtype)
-
-    return call
-
-
-def seen_as_bytes(tensor: Any) -> np.ndarray:
-    """Return the memory of an OpenVINO tensor, whose dtype numpy may not have."""
-    return tensor.data.reshape(-1).view(np.uint8)
-
-
 class Ggml:
     """ggml's libraries, and a backend with one thread."""
 
@@ -223,8 +196,6 @@ def kernels(ggml: Path | None) -> dict[str, Callable[[Tensor, Tensor, Tensor], C
     found = {"kvops": with_kvops, "sdpa": with_sdpa, "sdpa, rows": with_rows, "flex": with_flex}
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
         found["onnxruntime"] = with_onnxruntime
-    if importlib.util.find_spec("openvino"):
-        found["OpenVINO"] = with_openvino
     if ggml:
         found["llama.cpp"] = Ggml(ggml).attention
     return found
@@ -302,8 +273,9 @@ def main(argv: list[str] | None = None) -> None:
                 print(found[-1], file=sys.stderr)
     print(table(found))
     if a.json:
-        peers = [x for x in ("onnxruntime", "openvino") if importlib.util.find_spec(x)]
-        versions = {x: importlib.metadata.version(x) for x in peers} | ({"ggml": Ggml(ggml).version} if ggml else {})
+        versions = {"ggml": Ggml(ggml).version} if ggml else {}
+        if importlib.util.find_spec("onnxruntime"):
+            versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
         command = "python", "bench/peers/decode_attention.py", *(sys.argv[1:] if argv is None else argv)
         write(a.json, origin(*command) | {"versions": versions, "cells": found})
 

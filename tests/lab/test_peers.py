@@ -1,4 +1,4 @@
-"""bench/peers: decode_attention.py; kvpress_eval.py with kvpress if it is installed, else with a stand-in for its presses."""
+"""bench/peers: decode_attention.py; kvpress_eval.py, with kvpress if it is installed, else with a stand-in for it."""
 
 from __future__ import annotations
 
