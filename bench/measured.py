@@ -18,6 +18,8 @@ Each table is between a marker and `<!-- end -->`:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   KeyDiff in eval-merging -->` takes them from bench/results/eval-merging.json.
 - `<!-- real model -->`: the needles found on SmolLM2, from eval-smollm2.json.
+- `<!-- continuation -->`: the loss of text after a cut on SmolLM2, from eval-continuation-*.json.
+- `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -40,6 +42,7 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import claims
 from kvops.analysis import report
@@ -47,6 +50,7 @@ from kvops.bench import attention, decode, pages
 from kvops.bench.goals import goals
 from kvops.eval.methods import METHODS
 from kvops.eval.plots import key_digits
+from kvops.eval.statistics import bootstrap
 from kvops.eval.summary import POINT_TITLES, Row, of_record
 from kvops.eval.tasks.synthetic import PRESETS
 
@@ -520,9 +524,55 @@ def real_model_table() -> str:
     return markdown(lines)
 
 
+def continuation_table() -> str:
+    """Return what each cut adds to the loss of the next tokens, per text and budget; the least on average first."""
+    texts = {"English": "continuation-english", "code": "continuation-code"}
+    cells: dict[str, list[str]] = {}
+    means: dict[str, float] = {}
+    for record in texts.values():
+        whole = claims.raw(record)[claims.Cell("continuation", 1024, "once", None), "Full"]["loss"]
+        for row in claims.rows(record):
+            if row["method"] in LABELS and row["budget"] is not None:
+                cell = claims.Cell(row["task"], row["context"], row["point"], row["budget"])
+                losses = claims.raw(record)[cell, row["method"]]["loss"]
+                added = [x - y for x, y in zip(losses, whole, strict=True)]
+                low, high = bootstrap(added)
+                cells.setdefault(row["method"], []).append(f"{fmean(added):.2f} [{low:.2f}, {high:.2f}]" + mark(row))
+                means[row["method"]] = means.get(row["method"], 0.0) + fmean(added)
+    head = ["method", *(f"{text}, {budget}" for text in texts for budget in (512, 256, 128))]
+    return markdown([head, ["---"] * len(head), *([x, *cells[x]] for x in sorted(cells, key=means.__getitem__))])
+
+
+def other_prompts_table() -> str:
+    """Return the needles found whole on the prompts of the recorded table and on others, by the same methods."""
+    columns = (("after", 256), ("before", 512))
+    cells: dict[str, dict[tuple, tuple[float, str]]] = {}
+    for record in ("smollm2", "smollm2-others"):
+        for row in claims.rows(record):
+            where = row["point"], row["budget"]
+            for column in columns if row["budget"] is None else (where,):
+                if (row["task"], row["context"]) == (NEEDLES[0], 1024) and column in columns and "scores" in row:
+                    mean, low, high = (100 * row["scores"]["exact"][x] for x in ("mean", "low", "high"))
+                    if row["budget"] is not None or (column[0] == row["point"] and row["method"] == "Full"):
+                        own = cells.setdefault(row["method"], {})
+                        own[record, column] = mean, f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
+    others = {x: y for x, y in cells.items() if ("smollm2-others", columns[0]) in y}
+    head = ["method"]
+    for point, size in columns:
+        head += [f"{point} the question, {size}: recorded table", "other prompts"]
+    lines = [head, ["---"] * len(head)]
+    for method, own in sorted(others.items(), key=lambda x: -x[1]["smollm2-others", columns[0]][0]):
+        lines.append([method])
+        for column in columns:
+            lines[-1] += [own.get((record, column), (0.0, ""))[1] for record in ("smollm2", "smollm2-others")]
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "real model": real_model_table,
+    "continuation": continuation_table,
+    "other prompts": other_prompts_table,
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

@@ -103,11 +103,11 @@ def test_a_full_cache_is_the_harness_own_model(tasks):
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize(
     "policy, score",
-    [("keydiff:budget=128", 1.0), (kvops.LAQ(128), 1.0), ("streamingllm:budget=64", 0.0)],
-    ids=["keydiff", "laq", "streamingllm"],
+    [("keydiff:budget=128", 1.0), (kvops.LAQ(128), 1.0), ("kvzip:budget=256", 1.0), ("streamingllm:budget=64", 0.0)],
+    ids=["keydiff", "laq", "kvzip", "streamingllm"],
 )
 def test_what_is_evicted_counts(tasks, policy, score, batch_size):
-    """The key is in the middle of the context."""
+    """The key is in the middle of the context. KVzip takes its words from the tokenizer."""
     scores, _ = evaluate(tasks, model_of(policy, batch_size=batch_size), "say", "choose")
     assert scores["say"] == score and (scores["choose"] == 1) == (score == 1)
 

@@ -766,17 +766,18 @@ def test_parallelism_that_is_refused(name, spec, monkeypatch):
         _check_config(SimpleNamespace(parallel_config=SimpleNamespace(**parallel), model_config=None))
 
 
-def test_adapters_are_refused_where_the_policy_reads_weights(monkeypatch):
+@pytest.mark.parametrize("spec, name", [("criticalkv", "CriticalKV"), ("defensivekv", "DefensiveKV")])
+def test_adapters_are_refused_where_the_policy_reads_weights(spec, name, monkeypatch):
     from kvops.vllm.worker import _check_config
 
     ones = {f"{x}_parallel_size": 1 for x in ("tensor", "pipeline", "decode_context", "prefill_context")}
     parallel = SimpleNamespace(**ones, use_ubatching=False)
-    monkeypatch.setenv("KVOPS_VLLM", "criticalkv:budget=100")
     config = SimpleNamespace(parallel_config=parallel, model_config=None, lora_config=object())
-    with kit.refuses("enable_lora to be False for CriticalKV", "got True", kind=NotImplementedError):
+    monkeypatch.setenv("KVOPS_VLLM", f"{spec}:budget=100")
+    with kit.refuses(f"enable_lora to be False for {name}", "got True", kind=NotImplementedError):
         _check_config(config)
     config.lora_config, config.weight_transfer_config = None, "transfers"
-    with kit.refuses("weight_transfer_config to be None for CriticalKV", "transfers", kind=NotImplementedError):
+    with kit.refuses(f"weight_transfer_config to be None for {name}", "transfers", kind=NotImplementedError):
         _check_config(config)
 
 
