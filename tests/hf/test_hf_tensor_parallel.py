@@ -26,6 +26,7 @@ SERVED = {
     "criticalkv": kvops.CriticalKV(20, window=6),
     "defensivekv": kvops.DefensiveKV(20, window=6),
     "h2o": kvops.H2O(20),
+    "expected attention": kvops.ExpectedAttention(20, sinks=2, recent=4, statistics="prompt"),
     "protokv": kvops.ProtoKV(24, window=6),
     "streaming": kvops.StreamingLLM(20),  # keys are rotated to their slots
     "laq": kvops.LAQ(20, window=4),
