@@ -91,6 +91,26 @@ def row_budgets(
     return keep, None
 
 
+def first_slots(
+    op: str,
+    scores: Tensor,
+    budget: Budget,
+    protected: int,
+    share: float = 1.0,
+    starts: Tensor | None = None,
+    lengths: Tensor | None = None,
+) -> Tensor:
+    """The slots of the highest scores, [b, heads, n], as many as a share of the budget without the protected tokens.
+
+    int64 [b, heads, any], in ascending order, -1 for none.
+    """
+    keep, budgets = row_budgets(op, budget, scores.shape[:2], scores.shape[2], starts, lengths)
+    if budgets is not None:
+        budgets = fraction_of(share, (budgets - protected).clamp(min=0)).expand(scores.shape[:2]).contiguous()
+    k = fraction_of(share, max(keep - protected, 0))
+    return select_topk(scores, k=k, starts=starts, lengths=lengths, budgets=budgets)
+
+
 def with_first(scores: Tensor, slots: Tensor, score: float = torch.inf) -> Tensor:
     """A copy of the scores, [b, heads, n], in which these slots have `score`: int64 [b, heads, any], -1 for none."""
     n = scores.shape[2]

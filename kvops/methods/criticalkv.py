@@ -16,11 +16,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ops import select_topk
 from ..ops.checks import check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
-from .budgets import Budget, fraction_of, row_budgets, with_first
+from .budgets import Budget, first_slots, with_first
 from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import select_budget, shared_scores
@@ -85,21 +84,13 @@ class CriticalKV(WindowPolicy):
             budget = self._shares(scores, view, recent)
         elif self.head_mode == "shared":
             scores, weighted = shared_scores(scores), shared_scores(weighted)
-        n, protected = scores.shape[2], self.sinks + recent
-        keep, budgets = row_budgets(self.name, budget, scores.shape[:2], n, view.starts, view.lengths)
-        if budgets is not None:
-            budgets = fraction_of(self.first_stage_ratio, (budgets - protected).clamp(min=0))
-            budgets = budgets.expand(scores.shape[:2]).contiguous()
         # The protected tokens are kept in any case, and a token without a norm is kept last.
         outside = outside_prefix(scores, recent, view.starts, view.end) | weighted.isnan()
         if self.sinks:
             outside = outside | view.first(self.sinks)
-        best = select_topk(
-            scores.masked_fill(outside, torch.nan),
-            k=fraction_of(self.first_stage_ratio, max(keep - protected, 0)),
-            starts=view.starts,
-            lengths=view.lengths,
-            budgets=budgets,
+        others, protected = scores.masked_fill(outside, torch.nan), self.sinks + recent
+        best = first_slots(
+            self.name, others, budget, protected, self.first_stage_ratio, starts=view.starts, lengths=view.lengths
         )
         ranked = with_first(weighted, best)
         return select_budget(

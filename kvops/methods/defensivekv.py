@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..ops import select_topk
 from ..ops.api import Reduce
 from ..ops.checks import check_bool, check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
-from .budgets import Budget, row_budgets, with_first
+from .budgets import Budget, first_slots, with_first
 from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import shared_scores
@@ -128,13 +127,9 @@ class DefensiveKV(WindowPolicy):
             mean, weighted = shared_scores(mean), shared_scores(weighted)
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
-        n, protected = view.n, self.sinks + recent
-        keep, budgets = row_budgets(self.name, budget, mean.shape[:2], n, view.starts, view.lengths)
-        if budgets is not None:
-            budgets = (budgets - protected).clamp(min=0).expand(mean.shape[:2]).contiguous()
-        best = select_topk(mean, k=max(keep - protected, 0), starts=view.starts, lengths=view.lengths, budgets=budgets)
+        best = first_slots(self.name, mean, budget, self.sinks + recent, starts=view.starts, lengths=view.lengths)
         attention = pad(mean.nan_to_num(0.0), (0, 1)).double()
-        order = attention.gather(2, torch.where(best < 0, n, best)).sort(dim=-1, descending=True, stable=True)
+        order = attention.gather(2, torch.where(best < 0, view.n, best)).sort(dim=-1, descending=True, stable=True)
         others = attention.sum(-1, keepdim=True) - order.values.cumsum(-1)
         first = torch.where(others > 1 - self.first_stage_mass, best.gather(2, order.indices), -1)
         return with_first(weighted, first, torch.finfo(weighted.dtype).max)  # finite, as `shared_scores` needs
