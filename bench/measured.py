@@ -134,6 +134,12 @@ def mark(row: dict) -> str:
     return kept.mark
 
 
+def percent(row: dict, score: str) -> str:
+    """Return a score in % with its interval and the row's mark."""
+    mean, low, high = (100 * row["scores"][score][x] for x in ("mean", "low", "high"))
+    return f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
+
+
 def number(x: int | None) -> str:
     return "all" if x is None else f"{x:,}"
 
@@ -157,8 +163,7 @@ def table(rows: list[dict], results: str, command: str = "python -m kvops.eval")
             raise ValueError(f"{results}: {row['method']}, {point}, budget {row['budget']}: expected one row, got two")
         line[budget(row)] = "–"
         if "scores" in row:
-            mean, low, high = (100 * row["scores"]["partial"][x] for x in ("mean", "low", "high"))
-            line[budget(row)] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
+            line[budget(row)] = percent(row, "partial")
     budgets = sorted({budget(row) for row in rows}, key=lambda x: sys.maxsize if x is None else x)
     lines = [["method", "cut", *map(number, budgets)], ["---"] * (len(budgets) + 2)]
     lines += [[*label, *(line.get(x, "") for x in budgets)] for label, line in cells.items()]
@@ -509,11 +514,9 @@ def real_model_table() -> str:
     shown = {*LABELS, "DefensiveKV stages=False"}  # recorded before the library had its stages
     for row in claims.rows("smollm2"):
         if row["context"] == 1024 and row["task"] in NEEDLES and row["method"] in shown:
-            mean, low, high = (100 * row["scores"]["exact"][x] for x in ("mean", "low", "high"))
-            where = row["task"], row["point"], row["budget"]
-            cells.setdefault(row["method"], {})[where] = f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
+            cells.setdefault(row["method"], {})[row["task"], row["point"], row["budget"]] = percent(row, "exact")
             if row["point"] == "after":
-                means.setdefault(row["method"], []).append(mean)
+                means.setdefault(row["method"], []).append(row["scores"]["exact"]["mean"])
     columns = [(task, point, size) for point in points for task in NEEDLES for size in (128, 256, 512)]
     columns = [x for x in columns if x[0] == NEEDLES[0] or x[1:] == ("after", 256)]
     head = ["method", *(f"{'one key' if x[0] == NEEDLES[0] else 'four keys'}, {points[x[1]]}, {x[2]}" for x in columns)]
@@ -544,27 +547,24 @@ def continuation_table() -> str:
 
 
 def other_prompts_table() -> str:
-    """Return the needles found whole on the prompts of the recorded table and on others, by the same methods."""
-    columns = (("after", 256), ("before", 512))
-    cells: dict[str, dict[tuple, tuple[float, str]]] = {}
-    for record in ("smollm2", "smollm2-others"):
+    """Return the needles found whole on the prompts of the real model's table and on others."""
+    sizes, records = {"after": 256, "before": 512}, ("smollm2", "smollm2-others")
+    cells: dict[str, dict[tuple[str, str], str]] = {}
+    means: dict[str, float] = {}
+    for record in records:
         for row in claims.rows(record):
-            where = row["point"], row["budget"]
-            for column in columns if row["budget"] is None else (where,):
-                if (row["task"], row["context"]) == (NEEDLES[0], 1024) and column in columns and "scores" in row:
-                    mean, low, high = (100 * row["scores"]["exact"][x] for x in ("mean", "low", "high"))
-                    if row["budget"] is not None or (column[0] == row["point"] and row["method"] == "Full"):
-                        own = cells.setdefault(row["method"], {})
-                        own[record, column] = mean, f"{mean:.0f} [{low:.0f}, {high:.0f}]" + mark(row)
-    others = {x: y for x, y in cells.items() if ("smollm2-others", columns[0]) in y}
+            method, point = row["method"], row["point"]
+            size = sizes[point] if method == "Full" and point in sizes else row["budget"]
+            if (row["task"], row["context"]) == (NEEDLES[0], 1024) and size == sizes[point]:
+                cells.setdefault(method, {})[record, point] = percent(row, "exact")
+                if (record, point) == (records[1], "after"):
+                    means[method] = row["scores"]["exact"]["mean"]
     head = ["method"]
-    for point, size in columns:
+    for point, size in sizes.items():
         head += [f"{point} the question, {size}: recorded table", "other prompts"]
     lines = [head, ["---"] * len(head)]
-    for method, own in sorted(others.items(), key=lambda x: -x[1]["smollm2-others", columns[0]][0]):
-        lines.append([method])
-        for column in columns:
-            lines[-1] += [own.get((record, column), (0.0, ""))[1] for record in ("smollm2", "smollm2-others")]
+    for method in sorted(means, key=lambda x: -means[x]):
+        lines.append([method, *(cells[method].get((record, point), "") for point in sizes for record in records)])
     return markdown(lines)
 
 
