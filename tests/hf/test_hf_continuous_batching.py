@@ -697,3 +697,13 @@ def test_transformers_without_such_an_engine(monkeypatch):
     with pytest.raises(ImportError, match=r"needs transformers >= 5\.\d+\.0.*found 5.5.0"):
         with kvops.hf.continuous_batching(make_model(), kvops.KeyDiff(64)):
             pass
+
+
+@needs_engine
+def test_the_statistics_of_a_prompt_are_not_gathered():
+    policy = kvops.ExpectedAttention(16, statistics="prompt")
+    with (
+        kit.refuses("continuous_batching does not gather the statistics of a prompt's queries", "QueryStatistics"),
+        kvops.hf.continuous_batching(make_model(), policy),
+    ):
+        pass

@@ -171,11 +171,6 @@ def test_what_is_refused():
     model, policy = make_model(), ExpectedAttention(16, statistics="prompt")
     with kit.refuses("KVCache: ExpectedAttention", "uses queries", "use_attention"):
         KVCache(model.config, policy)
-    with (
-        kit.refuses("continuous_batching does not gather the statistics of a prompt's queries", "QueryStatistics"),
-        kvops.hf.continuous_batching(model, policy),
-    ):
-        pass
     assert kvops.hf.for_model(policy, model) == policy
     rope = kvops.Rope(torch.ones(8))
     assert KVCache(use_attention(model).config, policy, rope=rope).layers[0].cache.rope is rope
