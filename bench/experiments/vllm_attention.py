@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +21,7 @@ import torch
 
 import common
 from kvops.bench.columns import aligned
+from kvops.bench.measure import cpu_seconds
 from kvops.bench.record import write
 
 HEADS = {"32/8, d 128": (32, 8, 128), "9/3, d 64": (9, 3, 64)}  # query and KV heads
@@ -41,17 +40,6 @@ def steps(most: int) -> dict[str, tuple[int, int, int]]:
         f"prompt of {most // 4}": (1, most // 4, most // 4),
         f"last {most // 4} of {most}": (1, most // 4, most),
     }
-
-
-def in_turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return the median CPU seconds of each call."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            begin = time.process_time()
-            call()
-            seconds[name].append(time.process_time() - begin)
-    return {name: statistics.median(own[1:]) for name, own in seconds.items()}
 
 
 def time_layer(
@@ -140,7 +128,7 @@ def time_layer(
             probe_read(cache, 1)
 
     calls = dict(zip(NAMES, (as_vllm, as_kvops))) | ({} if new > 1 else {"read": read})
-    found = {name: x / layers for name, x in in_turns(calls, rounds).items()}
+    found = {name: x / layers for name, x in cpu_seconds(calls, rounds).items()}
     return found | ({} if new > 1 else {"bytes": caches[0].numel() * dtype.itemsize})
 
 

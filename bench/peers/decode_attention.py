@@ -21,10 +21,10 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
-import statistics
 import sys
-import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from torch import Tensor
 
 import kvops
 from kvops.bench.columns import aligned
+from kvops.bench.measure import cpu_seconds
 from kvops.bench.record import origin, write
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -181,6 +182,7 @@ class Ggml:
                 raise RuntimeError("ggml_backend_graph_compute failed")
             return out
 
+        weakref.finalize(call, self.base.ggml_free, context)
         return call
 
 
@@ -191,13 +193,13 @@ def folder_of_ggml() -> Path | None:
     return next((x for x in folders if (x / "libggml-base.so").exists()), None)
 
 
-def kernels(ggml: Path | None) -> dict[str, Callable[[Tensor, Tensor, Tensor], Call]]:
+def kernels(ggml: Ggml | None) -> dict[str, Callable[[Tensor, Tensor, Tensor], Call]]:
     """Return the kernels that are installed."""
     found = {"kvops": with_kvops, "sdpa": with_sdpa, "sdpa, rows": with_rows, "flex": with_flex}
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
         found["onnxruntime"] = with_onnxruntime
     if ggml:
-        found["llama.cpp"] = Ggml(ggml).attention
+        found["llama.cpp"] = ggml.attention
     return found
 
 
@@ -215,35 +217,33 @@ def error_of(found: Tensor, q: Tensor, k: Tensor, v: Tensor) -> float:
     return float((found.float().flatten() - want).abs().max() / want.abs().max())
 
 
-def measure(dtype: str, n: int, rounds: int, ggml: Path | None) -> dict[str, Any]:
+def measure(dtype: str, n: int, rounds: int, ggml: Ggml | None) -> dict[str, Any]:
     """Return the median CPU seconds of each kernel; None for those that do not have this dtype."""
     torch.compiler.reset()  # it compiles a function for a few shapes at most
     given = [*layers(n, DTYPES[dtype])]
     calls: dict[str, list[Call]] = {}
-    seconds: dict[str, list[float] | None] = {}
     errors: dict[str, float] = {}
-    for name, make in kernels(ggml).items():
+    for name, make in (rivals := kernels(ggml)).items():
         try:
-            calls[name] = [make(*x) for x in given]
-            found = calls[name][0]()
+            own = [make(*x) for x in given]
+            found = own[0]()
         except Exception as error:  # each has its own
             if name == "kvops":
                 raise
             print(f"{name} has no {dtype}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
-            calls.pop(name, None)
-            seconds[name] = None
             continue
-        errors[name], seconds[name] = error_of(found, *given[0]), []
+        errors[name], calls[name] = error_of(found, *given[0]), own
         if not errors[name] <= WRONG:
             raise RuntimeError(f"{name}, {dtype}, {n} tokens: this is not attention, it is {errors[name]:.2g} off")
-    for _ in range(rounds + 1):
-        for name, own in calls.items():  # all layers in a row: the next kernel finds none of them in a cache
-            begin = time.process_time()
-            for call in own:
-                call()
-            seconds[name].append((time.process_time() - begin) / len(own))
-    medians = {name: x and statistics.median(x[1:]) for name, x in seconds.items()}  # the first round warms up
-    return {"dtype": dtype, "tokens": n, "bytes": given[0][1].nbytes * 2, "seconds": medians, "errors": errors}
+
+    def all_layers(name: str) -> None:
+        """In a row, so that the next kernel finds none of them in a cache."""
+        for call in calls[name]:
+            call()
+
+    medians = cpu_seconds({name: partial(all_layers, name) for name in calls}, rounds)
+    seconds = {name: medians[name] / len(given) if name in medians else None for name in rivals}
+    return {"dtype": dtype, "tokens": n, "bytes": given[0][1].nbytes * 2, "seconds": seconds, "errors": errors}
 
 
 def table(found: list[dict]) -> str:
@@ -267,7 +267,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write a record")
     a = parser.parse_args(argv)
     torch.set_num_threads(1)
-    ggml, found = a.ggml or folder_of_ggml(), []
+    folder, found = a.ggml or folder_of_ggml(), []
+    ggml = Ggml(folder) if folder else None
     with torch.inference_mode():
         for dtype in a.dtypes:
             for n in a.tokens:
@@ -275,7 +276,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(found[-1], file=sys.stderr)
     print(table(found))
     if a.json:
-        versions = {"ggml": Ggml(ggml).version} if ggml else {}
+        versions = {"ggml": ggml.version} if ggml else {}
         if importlib.util.find_spec("onnxruntime"):
             versions["onnxruntime"] = importlib.metadata.version("onnxruntime")
         command = "python", "bench/peers/decode_attention.py", *(sys.argv[1:] if argv is None else argv)

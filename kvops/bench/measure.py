@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -74,6 +74,20 @@ def in_turns(rivals: Iterable[Contender], seconds: float, least: int) -> list[li
     while len(rounds) < least or time.monotonic() < end:
         rounds.append([rival.sample() for rival in rivals])
     return rounds
+
+
+def cpu_seconds(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Run the calls in turns, once to warm up and then `rounds` times; return the median CPU seconds of each.
+
+    CPU time, unlike time on the clock, hardly depends on other work on the machine.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            begin = time.process_time()
+            call()
+            seconds[name].append(time.process_time() - begin)
+    return {name: statistics.median(own[1:]) for name, own in seconds.items()}
 
 
 def probes(row: Row, case: Case) -> dict[str, Contender]:

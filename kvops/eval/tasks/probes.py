@@ -104,25 +104,36 @@ class Recall(OfPasskeys):
         return measured({name: torch.stack(x).mean((0, 2)) for name, x in scores.items()}, prefill, prompts)
 
 
-def pieces(filler: Filler, context: int, count: int, seed: int, more: int = 0) -> list[Prompt]:
-    """Cut pieces of context + more tokens from the text, without overlap if it is long enough."""
-    room = context + more - len(filler.first)
-    if room < 2 or room > len(filler.ids):
-        least, most = len(filler.first) + 2, len(filler.ids) + len(filler.first)
-        raise Refused(
-            f"--context: expected {max(1, least - more)} to {most - more} (the length of --text), got {context}"
-        )
-    spare = len(filler.ids) - count * room
-    if spare >= 0:
-        gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
-        begins = np.arange(count) * room + gaps
-    else:
-        begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
-    return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
+@dataclass
+class OfText(Task):
+    """The loss of pieces of the text, in nats."""
+
+    metrics = ("loss",)
+    percent = False
+    better = "lower"
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+    def prompts(self, filler: Filler, context: int, count: int, seed: int, more: int = 0) -> list[Prompt]:
+        """Cut pieces of context + more tokens from the text, without overlap if it is long enough."""
+        room = context + more - len(filler.first)
+        if room < 2 or room > len(filler.ids):
+            least, most = len(filler.first) + 2, len(filler.ids) + len(filler.first)
+            raise Refused(
+                f"--context: expected {max(1, least - more)} to {most - more} (the length of --text), got {context}"
+            )
+        spare = len(filler.ids) - count * room
+        if spare >= 0:
+            gaps = np.sort(np.random.default_rng([seed, context]).integers(0, spare + 1, count))
+            begins = np.arange(count) * room + gaps
+        else:
+            begins = np.linspace(0, len(filler.ids) - room, count).astype(int)
+        return [Prompt(np.concatenate([filler.first, filler.ids[x : x + room]]), ()) for x in begins]
 
 
 @dataclass
-class Perplexity(Task):
+class Perplexity(OfText):
     """Perplexity by position over a long text (LaCache, Table 1), in pieces of --context tokens.
 
     The text arrives in windows of `window` tokens. After each the method evicts as in a stream, so for most methods the
@@ -138,15 +149,6 @@ class Perplexity(Task):
 
     name = "perplexity"
     points = ("stream",)
-    metrics = ("loss",)
-    percent = False
-    better = "lower"
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        return pieces(filler, context, count, seed)
 
     def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
@@ -167,7 +169,7 @@ class Perplexity(Task):
 
 
 @dataclass
-class Continuation(Task):
+class Continuation(OfText):
     """Loss of the text that follows a context, after the cache was cut once.
 
     The model reads the first --context tokens of a piece of text and the method cuts their cache. Then the model
@@ -180,15 +182,9 @@ class Continuation(Task):
 
     name = "continuation"
     points = ("once",)
-    metrics = ("loss",)
-    percent = False
-    better = "lower"
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
-    def prompts(self, filler: Filler, context: int, count: int, seed: int) -> list[Prompt]:
-        return pieces(filler, context, count, seed, self.tokens)
+    def prompts(self, filler: Filler, context: int, count: int, seed: int, more: int = 0) -> list[Prompt]:
+        return super().prompts(filler, context, count, seed, more + self.tokens)
 
     def run(  # type: ignore[override]  # only kvops' own reader can inspect the cache
         self, reader: Reader, filler: Filler, prompts: list[Prompt], rule: Rule, budget: int | None, point: str
