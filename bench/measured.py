@@ -23,13 +23,19 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
-- `<!-- pareto -->`: bench/experiments/pareto.py, the best ladder and random patterns of its size.
+- `<!-- pareto -->`, `<!-- pareto real -->`: bench/experiments/pareto.py, the best ladder and random patterns of its
+  size.
+- `<!-- ladders -->`: LaCache's spans and overlaps on SmolLM2, from eval-lacache-ladders.json.
+- `<!-- keydiff depths -->`: KeyDiff's needles minus the full cache's by depth, from eval-smollm2.json.
+- `<!-- decode stream -->`: the loss of a stream read token by token on SmolLM2, from eval-smollm2-decode.json.
+- `<!-- clusters -->`: bench/experiments/clusters.py.
+- `<!-- laq cost -->`: bench/experiments/laq_cost.py.
 - `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
 - `<!-- decode peers -->`: bench/peers/decode_attention.py.
 - `<!-- vllm attention -->`, `<!-- vllm engines -->`: bench/experiments/vllm_attention.py, layers of 32 query
   heads, and whole engines.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: bench/experiments/end_to_end.py, prompts in chunks and in small
-  blocks.
+  blocks; `<!-- end-to-end lags -->`: LagKV with other lags.
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ import os
 import re
 import statistics
 import sys
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -103,6 +110,11 @@ SPEED = {
     "`ladder_gather`, 32 layers in one call": ("cpu-ladder", "ladder_gather", "fresh"),
     "`ladder_compact_`, 32 layers in one call": ("cpu-ladder", "ladder_compact_", "in place"),
 }
+
+
+def load(name: str) -> dict:
+    """Return a record of bench/results/."""
+    return json.loads(RESULTS.with_name(f"{name}.json").read_text())
 
 
 def chosen(rows: list[dict], names: str) -> list[dict]:
@@ -182,7 +194,7 @@ def markdown(lines: list[list[str]]) -> str:
 
 def speeds(file: str, operator: str, form: str) -> list[dict]:
     """Return the rows of bf16 and fp32, or of one dtype if the dtype does not matter."""
-    record = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
+    record = load(file)
     rows = {
         row["dtype"]: row
         for row in record["rows"]
@@ -216,7 +228,7 @@ def h200_table() -> str:
 
     The rows of h200-moves.json were measured again later; theirs count.
     """
-    record, again = (json.loads((ROOT / "bench" / "results" / f"{x}.json").read_text()) for x in ("h200", "h200-moves"))
+    record, again = load("h200"), load("h200-moves")
     rows = {(x["operator"], x["form"], x["dtype"], *x["shape"]): x for x in (*record["rows"], *again["rows"])}
     record = {**record, "rows": [*rows.values()]}
     head = ["bf16 / fp32", "tokens", "time, us", "% of copy", "eager PyTorch takes", "others take"]
@@ -238,7 +250,7 @@ def h200_table() -> str:
 
 
 def products_table() -> str:
-    record = json.loads((ROOT / "bench" / "results" / "cpu-products.json").read_text())
+    record = load("cpu-products")
     lines = [["", "dtype", "tokens", "time, ms", "GFLOP/s", "`torch.matmul` takes", "eager PyTorch takes"], ["---"] * 7]
     for row in record["rows"]:
         rate = f"{row['gflop_per_s']:.0f}" if "gflop_per_s" in row else ""
@@ -304,14 +316,14 @@ def fp8_table() -> str:
 
 def analysis_tables() -> str:
     """Return the report on the shipped model without its title."""
-    record = json.loads((ROOT / "bench" / "results" / "analysis.json").read_text())
+    record = load("analysis")
     return report.markdown(record).partition("\n\n")[2].replace("\n## ", "\n### ").strip()
 
 
 def regimes_table() -> str:
     """Return the papers' conditions on both models."""
     models = claims.TOY, claims.REAL
-    gates = [json.loads((ROOT / "bench" / "results" / x.analysis).read_text())["gate"] for x in models]
+    gates = [load(x.analysis.removesuffix(".json"))["gate"] for x in models]
     lines = [["condition", "expected", *(x.name for x in models)], ["---"] * 4]
     for name, x in gates[0].items():
         values = [gate[name] for gate in gates]
@@ -331,7 +343,7 @@ def of_file(name: str, page: Path) -> str:
 
 
 def partitions_table() -> str:
-    records = [json.loads(RESULTS.with_name(f"eval-{x}.json").read_text()) for x in ("lagkv", "lag-long")]
+    records = [load(f"eval-{x}") for x in ("lagkv", "lag-long")]
     rows = [row for x in records for row in of_record(x).rows if row.selected is not None]
     kinds = sorted({(key_digits(row.task), row.context) for row in rows})
     contexts = sorted({row.context for row in rows})
@@ -358,10 +370,9 @@ def partitions_table() -> str:
     return markdown(lines)
 
 
-def end_to_end(key: str) -> list[dict]:
+def end_to_end(key: str, name: str = "end-to-end") -> list[dict]:
     """Return the rows whose prompts were read as `key` says."""
-    rows = json.loads(RESULTS.with_name("end-to-end.json").read_text())["rows"]
-    return [row for row in rows if row["prefill"].startswith(key)]
+    return [row for row in load(name)["rows"] if row["prefill"].startswith(key)]
 
 
 def faster(row: dict, time: str) -> str:
@@ -391,14 +402,68 @@ def blocks_table() -> str:
     return markdown([head, ["---"] * len(head), *([name, *cells] for name, cells in methods.items())])
 
 
-def pareto_table() -> str:
-    rows = json.loads(RESULTS.with_name("pareto.json").read_text())["shares_beaten"]
-    head = ["slots in all layers", "best ladder, perplexity", "best random pattern", "patterns beaten by the ladder"]
-    lines = [head, ["---"] * 4]
-    for x in rows:
-        lines.append(
-            [f"{x['slots']:,}", f"{x['ladder']:.3f}", f"{x['random']:.3f}", f"{x['beaten']:.0%}".replace("%", " %")]
-        )
+def lags_table() -> str:
+    """Return LagKV's speedups for each lag, at the contexts and ratios that all records have."""
+    lines = [
+        ["L", "context", "", "first token, times as fast", "next tokens", "cache, % of the full cache"],
+        ["---"] * 6,
+    ]
+    few = {(row["context"], row["method"]) for row in end_to_end("chunked", "end-to-end-lag128")}
+    for lag, name in ((128, "end-to-end-lag128"), (512, "end-to-end-lag512"), (1024, "end-to-end")):
+        for row in end_to_end("chunked", name):
+            if (row["context"], row["method"]) in few and row["method"] != "full cache":
+                share = f"{100 * row['bytes_kept'] / row['bytes_full']:.1f}"
+                context = number(row["context"])
+                lines.append([number(lag), context, row["method"], faster(row, "ttft"), faster(row, "tpot"), share])
+    return markdown(lines)
+
+
+def pareto_table(name: str) -> str:
+    head = ["slots per layer", "best ladder (S, O)", "its perplexity", "the newest", "best random pattern"]
+    lines = [[*head, "patterns beaten by the ladder"], ["---"] * 6]
+    of = load(name)
+    for x in of["shares_beaten"]:
+        span, overlap, pattern = x["shape"]
+        shape = f"{span}, {overlap}" + f", {pattern}" * (pattern != "paper")
+        values = [f"{x[y]:.3f}" for y in ("ladder", "newest", "random")]
+        lines.append([number(x["slots"] // of["layers"]), shape, *values, f"{100 * x['beaten']:.0f} %"])
+    return markdown(lines)
+
+
+def clusters_table() -> str:
+    """Return a row per clustering: the mass that whole clusters keep, and the cost of finding them."""
+    of = load("clusters")
+    names = [x for x in of["mass"]["ProtoKV"] if x != "cosine"]
+    lines = [["clusters", *names, "cosine with the center", "CPU time"], ["---"] * (3 + len(names))]
+    for name, values in of["mass"].items():
+        shares = [f"{100 * fmean(values[x]):.1f}" for x in names]
+        time = f"{of['seconds'][name] / of['seconds']['ProtoKV']:.1f} x"
+        lines.append([name, *shares, f"{fmean(values['cosine']):.3f}", time])
+    return markdown(lines)
+
+
+def laq_cost_table() -> str:
+    seconds = load("laq-cost")["seconds"]
+    lines = [["", "ms", "% of the prefill"], ["---"] * 3]
+    for name, x in seconds.items():
+        lines.append([name, short(1e3 * x), f"{100 * x / seconds['prefill']:.1f}"])
+    return markdown(lines)
+
+
+def keydiff_depths_table() -> str:
+    """Return the digits that KeyDiff finds minus those of the full cache, in points, by context and depth."""
+    rows = {}
+    for row in claims.rows("smollm2"):
+        if row["task"] == NEEDLES[0] and row["point"] == "after":
+            rows[row["context"], row["method"], row["budget"]] = row["depths"]
+    depths = next(iter(rows.values()))["depth"]
+    lines = [["tokens", "kept", *(f"{100 * x:.0f} %" for x in depths)], ["---"] * (2 + len(depths))]
+    for (context, method, size), own in sorted(rows.items(), key=lambda x: (x[0][0], -(x[0][2] or 0))):
+        if method == "KeyDiff":
+            full = rows[context, "Full", None]["score"]
+            lines.append(
+                [number(context), number(size), *(f"{100 * (x - y):+.0f}" for x, y in zip(own["score"], full))]
+            )
     return markdown(lines)
 
 
@@ -408,7 +473,7 @@ SYNTHETIC = ("KeyDiff", "LagKV", "LaCache", "LAQ", "ProtoKV", "SnapKV", "Random"
 
 def synthetic_table() -> str:
     """Return a row per preset: the mass that each method keeps, and the best method of all."""
-    rows = json.loads((ROOT / "bench" / "results" / "synthetic.json").read_text())["rows"]
+    rows = load("synthetic")["rows"]
     cells = {(row["task"].partition("preset=")[2], row["method"]): row for row in rows if mark(row) != " †"}
     lines = [["preset", *SYNTHETIC, "best of all, and those not shown to be worse"]]
     lines.append(["---", *["---:"] * len(SYNTHETIC), "---"])
@@ -436,7 +501,7 @@ SWEEPS = {
 def sweep_table(name: str) -> str:
     """Return a row per method, a column per value of the setting."""
     preset, setting, methods = SWEEPS[name]
-    rows = json.loads((ROOT / "bench" / "results" / "synthetic.json").read_text())["rows"]
+    rows = load("synthetic")["rows"]
     start = f"synthetic:preset={preset},{setting}="
     cells = {(row["method"], row["task"][len(start) :]): row for row in rows if row["task"].startswith(start)}
     values = sorted({value for _, value in cells}, key=float)
@@ -454,7 +519,7 @@ def interval(score: dict) -> str:
 
 def prefixes_table() -> str:
     """Return a row per number of generated tokens: CPU time, and in brackets the ratio to no eviction."""
-    rows = json.loads(RESULTS.with_name("vllm-prefixes.json").read_text())["rows"]
+    rows = load("vllm-prefixes")["rows"]
     lines = [["tokens generated", *rows[0]["seconds"]], ["---"] * (1 + len(rows[0]["seconds"]))]
     for row in rows:
         times = {name: f"{1e3 * statistics.median(x):.0f} ms" for name, x in row["seconds"].items()}
@@ -465,7 +530,7 @@ def prefixes_table() -> str:
 
 def decode_peers_table() -> str:
     """Return a row per dtype and number of tokens: kvops' rate, and the others' CPU times as multiples of its."""
-    rows = json.loads(RESULTS.with_name("decode-peers.json").read_text())["cells"]
+    rows = load("decode-peers")["cells"]
     names = [x for x in rows[0]["seconds"] if x != "kvops"]
     lines = [["dtype", "tokens", "kvops, GB/s", *names], ["---"] * (3 + len(names))]
     for row in rows:
@@ -477,7 +542,7 @@ def decode_peers_table() -> str:
 
 def vllm_attention_table() -> str:
     """Return a row per kind of step: kvops' CPU time as a fraction of vLLM's, and the bytes that decode reads."""
-    rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["layers"]
+    rows = load("vllm-attention")["layers"]
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["heads"] != "32/8, d 128":
@@ -494,7 +559,7 @@ def vllm_attention_table() -> str:
 
 def vllm_engines_table() -> str:
     """Return a row per kind of step of whole engines: CPU time per step."""
-    rows = json.loads(RESULTS.with_name("vllm-attention.json").read_text())["engines"]
+    rows = load("vllm-attention")["engines"]
     lines = [
         ["CPU time of a step", "vLLM's attention", "kvops' attention", "steps per second, kvops / vLLM"],
         ["---"] * 4,
@@ -530,19 +595,26 @@ def real_model_table() -> str:
 def continuation_table() -> str:
     """Return what each cut adds to the loss of the next tokens, per text and budget; the least on average first."""
     texts = {"English": "continuation-english", "code": "continuation-code"}
+    columns = [f"{text}, {budget}" for text in texts for budget in (512, 256, 128)]
+    return losses_added(texts.values(), columns, LABELS)
+
+
+def losses_added(records: Iterable[str], columns: list[str], methods: Collection[str] = ()) -> str:
+    """Return the loss that each method adds to the full cache's, a column per record and budget; the least on average
+    first. methods: their labels, () for all."""
     cells: dict[str, list[str]] = {}
     means: dict[str, float] = {}
-    for record in texts.values():
-        whole = claims.raw(record)[claims.Cell("continuation", 1024, "once", None), "Full"]["loss"]
-        for row in claims.rows(record):
-            if row["method"] in LABELS and row["budget"] is not None:
-                cell = claims.Cell(row["task"], row["context"], row["point"], row["budget"])
-                losses = claims.raw(record)[cell, row["method"]]["loss"]
-                added = [x - y for x, y in zip(losses, whole, strict=True)]
-                low, high = bootstrap(added)
-                cells.setdefault(row["method"], []).append(f"{fmean(added):.2f} [{low:.2f}, {high:.2f}]" + mark(row))
-                means[row["method"]] = means.get(row["method"], 0.0) + fmean(added)
-    head = ["method", *(f"{text}, {budget}" for text in texts for budget in (512, 256, 128))]
+    for name in records:
+        for row in claims.rows(name):
+            if (methods and row["method"] not in methods) or row["budget"] is None:
+                continue
+            cell = claims.Cell(row["task"], row["context"], row["point"], row["budget"])
+            losses, whole = claims.raw(name)[cell, row["method"]], claims.raw(name)[cell._replace(budget=None), "Full"]
+            added = [x - y for x, y in zip(losses["loss"], whole["loss"], strict=True)]
+            low, high = bootstrap(added)
+            cells.setdefault(row["method"], []).append(f"{fmean(added):.2f} [{low:.2f}, {high:.2f}]" + mark(row))
+            means[row["method"]] = means.get(row["method"], 0.0) + fmean(added)
+    head = ["method", *columns]
     return markdown([head, ["---"] * len(head), *([x, *cells[x]] for x in sorted(cells, key=means.__getitem__))])
 
 
@@ -577,7 +649,14 @@ TABLES = {
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,
     "regimes": regimes_table,
-    "pareto": pareto_table,
+    "pareto": partial(pareto_table, "pareto"),
+    "pareto real": partial(pareto_table, "pareto-smollm2"),
+    "ladders": partial(losses_added, ["lacache-ladders"], ["512 kept"]),
+    "keydiff depths": keydiff_depths_table,
+    "decode stream": partial(losses_added, ["smollm2-decode"], ["512 kept"]),
+    "clusters": clusters_table,
+    "laq cost": laq_cost_table,
+    "end-to-end lags": lags_table,
     "partitions": partitions_table,
     "end-to-end": end_to_end_table,
     "end-to-end blocks": blocks_table,

@@ -161,6 +161,16 @@ def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, **_) -> 
     return max(1.0, size.nan_to_num(0, 0, 0).max().item() * scale) if size.numel() else 1.0
 
 
+def dot_condition(sums: Tensor, sums_of_sizes: Tensor) -> float:
+    """Return assert_close's condition for sums of products: that of a sum, sum |x_i| / |sum x_i|, of the largest sums.
+
+    sums_of_sizes: the same sums with the absolute values of their terms. Where terms cancel, a single rounding of one
+    exceeds any relative bound on the sum.
+    """
+    largest, sizes = (x.nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0.0 for x in (sums, sums_of_sizes))
+    return max(1.0, sizes / largest) if largest else 1.0
+
+
 def laid_out(x: Tensor, layout: str) -> Tensor:
     """Return the same values contiguous, in token-major layout, or as a slice of a tensor wider in every dim."""
     if layout == "bhnd":

@@ -22,6 +22,7 @@ from torch import Tensor
 import kvops.hf
 from kvops.bench import record
 from kvops.demo import MODEL, TEXT
+from kvops.eval import models
 
 if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure
@@ -164,9 +165,18 @@ def parser(doc: str, record: bool = True, picture: str | None = None, redraws: b
     return found
 
 
+def model_folder(name: str) -> Path:
+    """Return the folder that --model names; "smollm2" is the real model of kvops.eval."""
+    try:
+        return Path(models.found(name))
+    except models.Refused as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def add_model(parser: argparse.ArgumentParser, text: Path | None) -> None:
     """Add the arguments of scripts that accept any model. text: the default."""
-    parser.add_argument("--model", type=Path, default=MODEL, help="folder with a transformers model and its tokenizer")
+    what = "folder with a transformers model and its tokenizer, or smollm2"
+    parser.add_argument("--model", type=model_folder, default=MODEL, help=what)
     parser.add_argument("--text", type=Path, default=text, help="text file to take prompts from")
     parser.add_argument("--device", default="cpu")
     dtypes = ("auto", "bfloat16", "float16", "float32")

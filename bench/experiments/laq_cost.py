@@ -2,9 +2,10 @@
 
     python bench/experiments/laq_cost.py [--device cuda] [--tokens 32768] [--layers 32] [--budget 1024] [--json FILE]
 
-The stack has the shape of Llama-3-8B and random weights. On a CPU it is small and only checks that the script runs.
-LAQ's own part is everything that kvops does for it: the observation of stage 1, two selections and gathers, and the
-scores of the lookahead queries.
+The stack has the shape of Llama-3-8B and random weights; on a CPU it is one of the 32 layers, with a 32nd of the
+vocabulary. LAQ's own part is everything that kvops does for it: the observation of stage 1, two selections and gathers,
+and the scores of the lookahead queries. A step of decode is measured with the full cache and with the budget's tokens
+(LAQ, Table 3).
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ import kvops.hf
 from common import median_seconds
 from kvops.bench.record import write
 
-HEADS = {"cuda": common.HEADS, "cpu": 4}
-VOCABULARY = 1024  # small, so that the layers dominate the time
 GOALS = {"own part": 0.01, "own part and lookahead, one CUDA graph": 0.10}  # fractions of the prefill
 
 
@@ -41,11 +40,11 @@ def captured(call: Callable[[], object]) -> Callable[[], None]:
 
 
 @torch.inference_mode()
-def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) -> dict[str, float]:
+def measure(device: str, tokens: int, layers: int, heads: int, budget: int, repeats: int) -> dict[str, float]:
     """Return the seconds of each part."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = common.random_llama(layers, HEADS[device], VOCABULARY, tokens, device, dtype)
-    ids = torch.randint(VOCABULARY, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(0))
+    vocabulary = common.VOCABULARY * layers // common.LAYERS
+    model = common.random_llama(layers, heads, vocabulary, tokens, device, torch.bfloat16)
+    ids = torch.randint(vocabulary, (1, tokens), device=device, generator=torch.Generator(device).manual_seed(0))
 
     def prefill(policy: kvops.Policy) -> tuple[kvops.hf.KVCache, Tensor]:
         cache = kvops.hf.KVCache(model.config, policy)
@@ -81,6 +80,10 @@ def measure(device: str, tokens: int, layers: int, budget: int, repeats: int) ->
     }
     if device == "cuda":
         found["lookahead, one CUDA graph"] = median_seconds(captured(lambda: look(drafted)), device, repeats)
+    for name, policy in (("full cache", kvops.Full()), ("the budget", kvops.SnapKV(budget))):
+        held, _ = prefill(policy)
+        step = median_seconds(lambda held=held: model(ids[:, :1], past_key_values=held), device, 4 * repeats)
+        found[f"a step of decode, {name}"] = step
     return found
 
 
@@ -99,15 +102,16 @@ def report(seconds: dict[str, float]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__)
-    parser.add_argument("--device", choices=HEADS, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, help="tokens of the prompt (default 32768; on the CPU 2048)")
-    parser.add_argument("--layers", type=int, help="layers (default 32; on the CPU 2)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, help="tokens of the prompt (default 32768; on the CPU 8192)")
+    parser.add_argument("--layers", type=int, help="layers (default 32; on the CPU 1)")
+    parser.add_argument("--heads", type=int, default=common.HEADS, help="query heads; all widths scale with it")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--repeats", type=int, default=5)
     a = parser.parse_args(argv)
     cuda = a.device == "cuda"
-    tokens, layers = a.tokens or (32768 if cuda else 2048), a.layers or (32 if cuda else 2)
-    seconds = measure(a.device, tokens, layers, a.budget, a.repeats)
+    tokens, layers = a.tokens or (32768 if cuda else 8192), a.layers or (common.LAYERS if cuda else 1)
+    seconds = measure(a.device, tokens, layers, a.heads, a.budget, a.repeats)
     print(f"{layers} layers, {tokens:,} tokens, budget {a.budget:,}, on {a.device}")
     print(report(seconds))
     if a.json:

@@ -1,12 +1,13 @@
 """Is the ladder a good shape? Perplexity against cache size, for LaCache's ladders and for random patterns.
 
-    python bench/experiments/pareto.py [--patterns 60] [--context 1024] [--pieces 8] [--json FILE] [--out .]
+    python bench/experiments/pareto.py [--model FOLDER] [--patterns 60] [--context 1024] [--pieces 8] [--json FILE]
+                                       [--out .]
 
-A small version of LaCache's Fig. 3 on the demo's model. The model reads pieces of text in full. Then each layer keeps
-some slots, the same number on average for every pattern, and the script measures the perplexity of the text that
-follows. All slots keep their original positions. A random pattern draws each layer's fraction of the slots, how many of
-these are the newest ones, and the length of the runs of the others; the first four slots are always kept. Draws
-pareto.png.
+A small version of LaCache's Fig. 3. The model reads pieces of text in full. Then each layer keeps some slots, the same
+number on average for every pattern, and the script measures the perplexity of the text that follows. All slots keep
+their original positions. A random pattern draws each layer's fraction of the slots, how many of these are the newest
+ones, and the length of the runs of the others; the first four slots are always kept. The pattern of StreamingLLM, the
+first four and the newest, is measured beside them. Draws pareto.png.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ from kvops.eval.reader import Prefill, Reader
 
 SINKS = 4
 SIZES = (64, 96, 128, 192, 256, 384, 512, 768)  # slots per layer
-LADDERS = {
-    (1, 0, "paper"): "o",
-    (2, 0, "short"): "s",
-    (2, 0, "official"): "D",
-}  # with (1, 0) all patterns are the same; three layers cannot hold each token in two ("paper" refuses (2, 0))
+MARKERS = "osD^"
+Ladder = tuple[int, int, str]  # span, overlap, pattern
+
+
+def ladders(layers: int) -> list[Ladder]:
+    """Return the ladders to measure: spans of up to half of the layers, overlaps of half a span (LaCache, Fig. 10)."""
+    if layers < 8:  # with (1, 0) all patterns are the same; "paper" refuses (2, 0) in three layers
+        return [(1, 0, "paper"), (2, 0, "short"), (2, 0, "official")]
+    usual = max(1, round(layers / 4))  # LaCache's default
+    spans = dict.fromkeys((usual // 2, usual, layers // 2))
+    return [*((x, x // 2, "paper") for x in spans), (usual, usual // 2, "official")]
 
 
 def random_pattern(n: int, total: int, layers: int, generator: np.random.Generator) -> list[Tensor]:
@@ -68,25 +75,33 @@ def perplexity(reader: Reader, whole: Prefill, pattern: list[Tensor] | None, ids
 
 
 @torch.inference_mode()
-def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
-    """Measure the whole cache, the ladders and random patterns: [slots in all layers, perplexity] each."""
-    reader, text = Reader(passkeys.load_model()), common.load_text()
+def run(reader: Reader, text: Tensor, patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
+    """Measure the whole cache, the ladders, the newest slots and random patterns: [slots in all layers, perplexity]
+    each. A size that some ladder cannot meet has no row of it."""
     layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
     ids = torch.cat([text[:, i * step : i * step + context + following] for i in range(pieces)])
     whole, rest = passkeys.read(reader, ids[:, :context].numpy()), ids[:, context:]
-    found = {"whole": [context * layers, perplexity(reader, whole, None, rest)], "ladders": [], "random": []}
+    found = {"layers": layers, "whole": [context * layers, perplexity(reader, whole, None, rest)]}
+    found |= {"ladders": [], "newest": [], "random": []}
     generator = np.random.default_rng(seed)
     for size in tqdm([x for x in SIZES if x < context], leave=False):
-        ladders = []
-        for span, overlap, pattern in LADDERS:
+        rows = []
+        for span, overlap, pattern in ladders(layers):
             shape = dict(num_layers=layers, budget=size, span=span, overlap=overlap, sinks=SINKS, pattern=pattern)
-            plan = kvops.lacache_plan(context, **shape)
+            try:
+                plan = kvops.lacache_plan(context, **shape)
+            except ValueError:  # too small for the sinks, a rung and the newest slots
+                continue
             slots = [plan.indices(layer) for layer in range(layers)]
             total = len(plan) * layers
-            ladders.append([span, overlap, pattern, total, perplexity(reader, whole, slots, rest)])
-        found["ladders"] += ladders
-        total = min(x[3] for x in ladders)  # the others have a slot or two more
+            rows.append([span, overlap, pattern, total, perplexity(reader, whole, slots, rest)])
+        if not rows:
+            continue
+        found["ladders"] += rows
+        total = min(x[3] for x in rows)  # the others have a few slots more in each layer
+        kept = torch.tensor([*range(SINKS), *range(context - total // layers + SINKS, context)])
+        found["newest"].append([total, perplexity(reader, whole, [kept] * layers, rest)])
         for _ in range(patterns):
             slots = random_pattern(context, total, layers, generator)
             found["random"].append([total, perplexity(reader, whole, slots, rest)])
@@ -95,13 +110,13 @@ def run(patterns: int, context: int, pieces: int, following: int, seed: int) -> 
 
 def shares_beaten(found: dict) -> list[dict]:
     """Return by size: the fraction of random patterns that the best ladder beats, and the best of each."""
-    rows = []
-    for total in sorted({x[0] for x in found["random"]}):
+    rows, totals = [], sorted({x[0] for x in found["random"]})
+    for total, larger in zip(totals, [*totals[1:], found["whole"][0]]):
         values = np.array([x[1] for x in found["random"] if x[0] == total])
-        best = min(x[4] for x in found["ladders"] if total <= x[3] <= total + 12)
-        rows.append(
-            {"slots": total, "ladder": best, "random": float(values.min()), "beaten": float((values > best).mean())}
-        )
+        best = min((x for x in found["ladders"] if total <= x[3] < larger), key=lambda x: x[4])
+        newest = next(x[1] for x in found["newest"] if x[0] == total)
+        row = {"slots": total, "ladder": best[4], "shape": best[:3], "newest": newest, "random": float(values.min())}
+        rows.append(row | {"beaten": float((values > best[4]).mean())})
     return rows
 
 
@@ -113,11 +128,15 @@ def picture(record: dict, path: Path) -> None:
     axis.scatter(slots, values, s=7, color="#9a9a9a", lw=0)
     sizes, best = sorted(set(slots)), [values[slots == x].min() for x in sorted(set(slots))]
     ends = [(sizes[-1], np.median(values[slots == sizes[-1]]), "random patterns", "#7a7a7a")]
-    for ((span, overlap, pattern), marker), color in zip(LADDERS.items(), SEVEN):
-        line = np.array([x[3:] for x in record["ladders"] if x[:3] == [span, overlap, pattern]])
+    drawn = list(dict.fromkeys(tuple(x[:3]) for x in record["ladders"]))
+    for (span, overlap, pattern), marker, color in zip(drawn, MARKERS, SEVEN):
+        line = np.array([x[3:] for x in record["ladders"] if tuple(x[:3]) == (span, overlap, pattern)])
         axis.plot(*line.T, marker=marker, ms=4, lw=1, color=color)
-        name = f"LaCache, S {span}, O {overlap}" + (f",\n{pattern} pattern" if (span, overlap) == (2, 0) else "")
-        ends.append((*line[-1], name, color))
+        alone = sum(x[:2] == (span, overlap) for x in drawn) == 1
+        ends.append((*line[-1], f"LaCache, S {span}, O {overlap}" + ("" if alone else f",\n{pattern} pattern"), color))
+    line = np.array(record["newest"])
+    axis.plot(*line.T, marker="x", ms=4, lw=1, color="black")
+    ends.append((*line[-1], "the newest", "black"))
     axis.axhline(record["whole"][1], color="black", lw=0.8, ls=":")
     axis.set(xlabel="slots kept in all layers (log scale)", ylabel="perplexity of the next tokens", xscale="log")
     ends.append((sizes[-1], record["whole"][1], "whole cache", "black"))
@@ -141,18 +160,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--following", type=int, default=256, help="tokens to measure the perplexity of")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of text")
     parser.add_argument("--seed", type=int, default=0)
+    common.add_model(parser, common.TEXT)
     a = parser.parse_args(argv)
     if a.record:
-        picture(common.load(parser, a.record, "random", "ladders", "whole"), a.out / "pareto.png")
+        picture(common.load(parser, a.record, "random", "ladders", "newest", "whole"), a.out / "pareto.png")
         print(f"wrote {a.out / 'pareto.png'}")
         return
-    found = run(a.patterns, a.context, a.pieces, a.following, a.seed)
+    reader = Reader(passkeys.load_model(a.model, a.device, a.dtype))
+    text = common.load_text(a.model, a.text, a.device)
+    found = run(reader, text, a.patterns, a.context, a.pieces, a.following, a.seed)
     picture(found, a.out / "pareto.png")
     print(f"whole cache, {found['whole'][0]:,} slots: perplexity {found['whole'][1]:.3f}")
     for x in shares_beaten(found):
         print(
-            f"{x['slots']:6,} slots: ladder {x['ladder']:.3f}, best of {a.patterns} random {x['random']:.3f}, "
-            f"better than {x['beaten']:.0%} of them"
+            f"{x['slots']:6,} slots: ladder {x['ladder']:.3f} {x['shape']}, newest {x['newest']:.3f}, best of "
+            f"{a.patterns} random {x['random']:.3f}; the ladder is better than {x['beaten']:.0%} of them"
         )
     print(f"wrote {a.out / 'pareto.png'}")
     if a.json:

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 import kvops
 from kvops.methods.laq import lookahead_limits
 from kvops.methods.snapkv import layer_budget
+from kvops.ops import assign_prototypes
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,3 +106,31 @@ class PyramidLAQ(Pyramid, kvops.LAQ):
 @dataclass(frozen=True, eq=False)
 class PyramidProtoKV(Pyramid, kvops.ProtoKV):
     """ProtoKV with PyramidKV's budgets (one of the layer-wise allocations of the paper's Table 4)."""
+
+
+@dataclass(frozen=True, eq=False)
+class KMeansKV(kvops.ProtoKV):
+    """ProtoKV with clusters of K-means, as ClusterKV and SqueezedAttention have them (the paper's Fig. 7, Table 3).
+
+    K-means of the keys' directions: as many clusters as ProtoKV's, first around evenly spaced tokens.
+
+    Attributes:
+        iterations: How often every token is assigned to its nearest center.
+    """
+
+    iterations: int = 20
+
+    def assign(self, view: kvops.View, starts: Tensor | None, prefix: Tensor) -> Tensor:
+        count, places = self.chunks(view)[0] + self.num_buckets, (view.rows, view.heads)
+        first = torch.zeros_like(prefix) if starts is None else starts
+        steps = (torch.arange(count, device=view.k.device) * prefix[:, None] // count).clamp(max=prefix[:, None] - 1)
+        slots = (first[:, None] + steps)[:, None, :, None].expand(*places, count, view.k.shape[3])
+        keys = normalize(view.k.float(), dim=-1)
+        centers = keys.gather(2, slots)
+        for left in reversed(range(self.iterations)):
+            clusters = assign_prototypes(view.k, centers, starts=starts, lengths=prefix)
+            if left:
+                at = clusters.masked_fill(clusters < 0, count).long().unsqueeze(-1).expand_as(keys)
+                sums = keys.new_zeros(*places, count + 1, keys.shape[3]).scatter_add_(2, at, keys)[:, :, :count]
+                centers = torch.where((sums == 0).all(-1, keepdim=True), centers, sums)  # an empty one stays
+        return clusters

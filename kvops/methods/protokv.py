@@ -38,10 +38,10 @@ from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
 from .view import View
 
-#: With num_chunks=None: the most chunks, and the fewest tokens of one. The paper's 500 prototypes of 5,000 to 15,000
-#: tokens have 10 to 30 tokens each.
+#: With num_chunks=None: the most chunks, and the fewest tokens of one. Together with 4 buckets these are the paper's 500
+#: prototypes for its prompts, of 5,000 tokens and more.
 MOST_CHUNKS = 496
-CHUNK_TOKENS = 16
+CHUNK_TOKENS = 10
 Clusters = Literal["prototypes", "chunks", "lsh"]
 ClusterReduce = Literal["mean", "sum"]
 CLUSTERS: tuple[Clusters, ...] = get_args(Clusters)
@@ -79,8 +79,8 @@ class ProtoKV(QueryPolicy):
             tokens, else 32.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
-        num_chunks: The number of chunks. None is one for 16 of the m tokens before the window, at most 496:
-            min(496, max(1, m // 16)), for each row of a padded batch.
+        num_chunks: The number of chunks. None is one for 10 of the m tokens before the window, at most 496:
+            min(496, max(1, m // 10)), for each row of a padded batch.
         projection: fp32 [bits, d] on k's device, of the hash; bits is hash_bits, or with clusters="lsh" enough for all
             clusters. None draws projection and phase from `seed` (`lsh_projection`).
         phase: fp32 [bits] on k's device, of the hash; given together with `projection`.

@@ -123,8 +123,8 @@ def test_protokv_is_algorithm_1(
     assert result.indices.shape[2] == min(budget, n)
     policy, m = kvops.ProtoKV(budget, w, **setting, seed=seed), n - w
     chunks, base = setting["num_chunks"], setting["num_chunks"]  # base: the number of the first bucket
-    if chunks is None:  # one chunk for 16 tokens of the prefix
-        chunks, base = max(1, m // 16), max(1, n // 16)
+    if chunks is None:  # one chunk for 10 tokens of the prefix
+        chunks, base = max(1, m // 10), max(1, n // 10)
     buckets = 2 ** setting["hash_bits"]
     chunks_only = chunks if setting["num_chunks"] is None else chunks + buckets
     assignments = policy.assign(kvops.View(k, v), None, torch.full((2,), m, dtype=torch.int32))
@@ -798,13 +798,13 @@ def test_budgets_per_head_must_hold_what_is_protected():
 # ---- the number of chunks ----
 
 
-@pytest.mark.parametrize("n, chunks", [(30, 1), (60, 3), (500, 31), (7936, 496), (9000, 496)])
-def test_one_chunk_for_sixteen_tokens(n, chunks):
+@pytest.mark.parametrize("n, chunks", [(19, 1), (39, 3), (500, 50), (4969, 496), (9000, 496)])
+def test_one_chunk_for_ten_tokens(n, chunks):
     k, _ = kit.kv(1, 1, n, 16)
     by_share = clusters_of(k, kit.int32(n), num_sats=4)
     by_count = clusters_of(k, kit.int32(n), num_sats=4, num_chunks=chunks)
     assert torch.equal(
-        by_share, torch.where(by_count < chunks, by_count, by_count - chunks + max(1, min(496, n // 16)))
+        by_share, torch.where(by_count < chunks, by_count, by_count - chunks + max(1, min(496, n // 10)))
     )
     assert len(by_share[by_share < chunks].unique()) > chunks * 0.8
 
