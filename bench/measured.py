@@ -18,7 +18,8 @@ Each table is between a marker and `<!-- end -->`:
   also LAQ++), or of `all`, by budget and by whether the cache was cut before or after the question. `<!-- measured:
   KeyDiff in eval-merging -->` takes them from bench/results/eval-merging.json.
 - `<!-- real model -->`: the needles found on SmolLM2, from eval-smollm2.json.
-- `<!-- continuation -->`: the loss of text after a cut on SmolLM2, from eval-continuation-*.json.
+- `<!-- continuation -->`: the loss of text after a cut on SmolLM2, from eval-continuation-*.json; `<!-- protokv texts
+  -->`: ProtoKV's variants.
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
@@ -592,11 +593,11 @@ def real_model_table() -> str:
     return markdown(lines)
 
 
-def continuation_table() -> str:
-    """Return what each cut adds to the loss of the next tokens, per text and budget; the least on average first."""
+def continuation_table(methods: Collection[str]) -> str:
+    """Return what each cut adds to the loss of the next tokens, per text and budget."""
     texts = {"English": "continuation-english", "code": "continuation-code"}
     columns = [f"{text}, {budget}" for text in texts for budget in (512, 256, 128)]
-    return losses_added(texts.values(), columns, LABELS)
+    return losses_added(texts.values(), columns, methods)
 
 
 def losses_added(records: Iterable[str], columns: list[str], methods: Collection[str] = ()) -> str:
@@ -643,7 +644,8 @@ def other_prompts_table() -> str:
 #: Tables by the name of their markers.
 TABLES = {
     "real model": real_model_table,
-    "continuation": continuation_table,
+    "continuation": partial(continuation_table, LABELS),
+    "protokv texts": partial(continuation_table, ("ProtoKV", "ProtoKV num_chunks=62", claims.SOFTMAX, "SnapKV")),
     "other prompts": other_prompts_table,
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},

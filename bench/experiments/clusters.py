@@ -109,7 +109,7 @@ def measure(layers: list[Layer], policy: kvops.ProtoKV, budget: int) -> dict[str
         count = policy.chunks(view)[0] + policy.num_buckets
         steps = [slice(i, i + 1) for i in range(layer.answer.shape[2])]
         for score in ("dot", "softmax"):
-            options = {"score": score, **(layer.logits if score == "softmax" else {"scale": layer.logits.get("scale")})}
+            options = {"score": score, **layer.logits}
             by_window = window_scores(layer.window, layer.k, torch.arange(n - WINDOW + 1, n + 1).int(), **options)
             once = mass(layer, kept(by_window, clusters, count, budget), slice(None))
             found.setdefault(f"once, {score}", []).append(once)

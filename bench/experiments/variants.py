@@ -123,7 +123,7 @@ class KMeansKV(kvops.ProtoKV):
     def assign(self, view: kvops.View, starts: Tensor | None, prefix: Tensor) -> Tensor:
         count, places = self.chunks(view)[0] + self.num_buckets, (view.rows, view.heads)
         first = torch.zeros_like(prefix) if starts is None else starts
-        steps = (torch.arange(count, device=view.k.device) * prefix[:, None] // count).clamp(max=prefix[:, None] - 1)
+        steps = torch.arange(count, device=view.k.device) * prefix[:, None] // count
         slots = (first[:, None] + steps)[:, None, :, None].expand(*places, count, view.k.shape[3])
         keys = normalize(view.k.float(), dim=-1)
         centers = keys.gather(2, slots)

@@ -38,8 +38,8 @@ from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
 from .view import View
 
-#: With num_chunks=None: the most chunks, and the fewest tokens of one. Together with 4 buckets these are the paper's 500
-#: prototypes for its prompts, of 5,000 tokens and more.
+#: With num_chunks=None: the most chunks, and the fewest tokens of one. With 4 buckets these are the paper's 500
+#: prototypes for its prompts, which have 5,000 tokens and more.
 MOST_CHUNKS = 496
 CHUNK_TOKENS = 10
 Clusters = Literal["prototypes", "chunks", "lsh"]
