@@ -432,12 +432,17 @@ def pareto_table(name: str) -> str:
 
 
 def clusters_table() -> str:
-    """Return a row per clustering: the mass that whole clusters keep, and the cost of finding them."""
+    """Return a row per clustering: the mass that whole clusters keep, with the interval of the paired difference to
+    ProtoKV, and the cost of finding them."""
     of = load("clusters")
-    names = [x for x in of["mass"]["ProtoKV"] if x != "cosine"]
+    base = of["mass"]["ProtoKV"]
+    names = [x for x in base if x != "cosine"]
     lines = [["clusters", *names, "cosine with the center", "CPU time"], ["---"] * (3 + len(names))]
     for name, values in of["mass"].items():
         shares = [f"{100 * fmean(values[x]):.1f}" for x in names]
+        if name != "ProtoKV":
+            found = [bootstrap([y - z for y, z in zip(values[x], base[x], strict=True)]) for x in names]
+            shares = [f"{x} [{100 * low:+.1f}, {100 * high:+.1f}]" for x, (low, high) in zip(shares, found)]
         time = f"{of['seconds'][name] / of['seconds']['ProtoKV']:.1f} x"
         lines.append([name, *shares, f"{fmean(values['cosine']):.3f}", time])
     return markdown(lines)
@@ -655,7 +660,7 @@ TABLES = {
     "pareto real": partial(pareto_table, "pareto-smollm2"),
     "ladders": partial(losses_added, ["lacache-ladders"], ["512 kept"]),
     "keydiff depths": keydiff_depths_table,
-    "decode stream": partial(losses_added, ["smollm2-decode"], ["512 kept"]),
+    "decode stream": partial(losses_added, ["smollm2-decode"], ["256 kept"]),
     "clusters": clusters_table,
     "laq cost": laq_cost_table,
     "end-to-end lags": lags_table,
