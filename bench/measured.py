@@ -115,7 +115,7 @@ SPEED = {
 
 def load(name: str) -> dict:
     """Return a record of bench/results/."""
-    return json.loads(RESULTS.with_name(f"{name}.json").read_text())
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
 def chosen(rows: list[dict], names: str) -> list[dict]:
@@ -605,7 +605,7 @@ def continuation_table(methods: Collection[str]) -> str:
     return losses_added(texts.values(), columns, methods)
 
 
-def losses_added(records: Iterable[str], columns: list[str], methods: Collection[str] = ()) -> str:
+def losses_added(records: Iterable[str], columns: list[str], methods: Collection[str] = (), digits: int = 2) -> str:
     """Return the loss that each method adds to the full cache's, a column per record and budget; the least on average
     first. methods: their labels, () for all."""
     cells: dict[str, list[str]] = {}
@@ -618,7 +618,8 @@ def losses_added(records: Iterable[str], columns: list[str], methods: Collection
             losses, whole = claims.raw(name)[cell, row["method"]], claims.raw(name)[cell._replace(budget=None), "Full"]
             added = [x - y for x, y in zip(losses["loss"], whole["loss"], strict=True)]
             low, high = bootstrap(added)
-            cells.setdefault(row["method"], []).append(f"{fmean(added):.2f} [{low:.2f}, {high:.2f}]" + mark(row))
+            said = "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(fmean(added), low, high, d=digits)
+            cells.setdefault(row["method"], []).append(said + mark(row))
             means[row["method"]] = means.get(row["method"], 0.0) + fmean(added)
     head = ["method", *columns]
     return markdown([head, ["---"] * len(head), *([x, *cells[x]] for x in sorted(cells, key=means.__getitem__))])
@@ -658,7 +659,7 @@ TABLES = {
     "regimes": regimes_table,
     "pareto": partial(pareto_table, "pareto"),
     "pareto real": partial(pareto_table, "pareto-smollm2"),
-    "ladders": partial(losses_added, ["lacache-ladders"], ["512 kept"]),
+    "ladders": partial(losses_added, ["lacache-ladders"], ["512 kept"], digits=3),
     "keydiff depths": keydiff_depths_table,
     "decode stream": partial(losses_added, ["smollm2-decode"], ["256 kept"]),
     "clusters": clusters_table,
