@@ -30,7 +30,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- keydiff depths -->`: KeyDiff's needles minus the full cache's by depth, from eval-smollm2.json.
 - `<!-- decode stream -->`: the loss of a stream read token by token on SmolLM2, from eval-smollm2-decode.json.
 - `<!-- clusters -->`: bench/experiments/clusters.py.
-- `<!-- laq cost -->`: bench/experiments/laq_cost.py.
+- `<!-- laq cost -->`: bench/experiments/laq_cost.py. `<!-- fp8 rows -->`: fp8_rows.py.
 - `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
 - `<!-- decode peers -->`: bench/peers/decode_attention.py.
 - `<!-- vllm attention -->`, `<!-- vllm engines -->`: bench/experiments/vllm_attention.py, layers of 32 query
@@ -324,7 +324,7 @@ def analysis_tables() -> str:
 def regimes_table() -> str:
     """Return the papers' conditions on both models."""
     models = claims.TOY, claims.REAL
-    gates = [load(x.analysis.removesuffix(".json"))["gate"] for x in models]
+    gates = [load(x.analysis)["gate"] for x in models]
     lines = [["condition", "expected", *(x.name for x in models)], ["---"] * 4]
     for name, x in gates[0].items():
         values = [gate[name] for gate in gates]
@@ -420,13 +420,14 @@ def lags_table() -> str:
 
 
 def pareto_table(name: str) -> str:
-    head = ["slots per layer", "best ladder (S, O)", "its perplexity", "the newest", "best random pattern"]
+    head = ["slots per layer", "best ladder: S, O (slots)", "its perplexity", "StreamingLLM's", "best random pattern"]
     lines = [[*head, "patterns beaten by the ladder"], ["---"] * 6]
     of = load(name)
     for x in of["shares_beaten"]:
         span, overlap, pattern = x["shape"]
         shape = f"{span}, {overlap}" + f", {pattern}" * (pattern != "paper")
-        values = [f"{x[y]:.3f}" for y in ("ladder", "newest", "random")]
+        shape += f" ({number(x['ladder_slots'] // of['layers'])})"
+        values = [f"{x[y]:.3f}" for y in ("ladder", "StreamingLLM", "random")]
         lines.append([number(x["slots"] // of["layers"]), shape, *values, f"{100 * x['beaten']:.0f} %"])
     return markdown(lines)
 
@@ -445,6 +446,21 @@ def clusters_table() -> str:
             shares = [f"{x} [{100 * low:+.1f}, {100 * high:+.1f}]" for x, (low, high) in zip(shares, found)]
         time = f"{of['seconds'][name] / of['seconds']['ProtoKV']:.1f} x"
         lines.append([name, *shares, f"{fmean(values['cosine']):.3f}", time])
+    return markdown(lines)
+
+
+def fp8_rows_table() -> str:
+    """Return a row per method: the same tokens kept, and the attention lost, by format."""
+    kept = load("fp8-rows")["kept"]
+    formats = list(next(iter(kept.values())))
+    lines = [["", *(f"{x}, {y}" for x in formats for y in ("same", "lost"))], ["---"] * (1 + 2 * len(formats))]
+    for name, of in kept.items():
+        line = [name]
+        for x in formats:
+            lost = fmean(of[x]["lost"]), *bootstrap(of[x]["lost"])
+            mean, low, high = (round(100 * y, 1) + 0.0 for y in lost)  # not -0.0
+            line += [f"{100 * fmean(of[x]['same']):.1f}", f"{mean:.1f} [{low:.1f}, {high:.1f}]"]
+        lines.append(line)
     return markdown(lines)
 
 
@@ -625,6 +641,10 @@ def losses_added(records: Iterable[str], columns: list[str], methods: Collection
     return markdown([head, ["---"] * len(head), *([x, *cells[x]] for x in sorted(cells, key=means.__getitem__))])
 
 
+#: ProtoKV's rows of eval-smollm2.json, made with one chunk per 16 tokens, by what they are called now.
+CHUNKS_OF_16 = {x: f"{x} num_chunks=64" for x in ("ProtoKV", claims.SOFTMAX)}
+
+
 def other_prompts_table() -> str:
     """Return the needles found whole on the prompts of the real model's table and on others."""
     sizes, records = {"after": 256, "before": 512}, ("smollm2", "smollm2-others")
@@ -633,6 +653,8 @@ def other_prompts_table() -> str:
     for record in records:
         for row in claims.rows(record):
             method, point = row["method"], row["point"]
+            if record == records[0]:
+                method = CHUNKS_OF_16.get(method, method)
             size = sizes[point] if method == "Full" and point in sizes else row["budget"]
             if (row["task"], row["context"]) == (NEEDLES[0], 1024) and size == sizes[point]:
                 cells.setdefault(method, {})[record, point] = percent(row, "exact")
@@ -664,6 +686,7 @@ TABLES = {
     "decode stream": partial(losses_added, ["smollm2-decode"], ["256 kept"]),
     "clusters": clusters_table,
     "laq cost": laq_cost_table,
+    "fp8 rows": fp8_rows_table,
     "end-to-end lags": lags_table,
     "partitions": partitions_table,
     "end-to-end": end_to_end_table,

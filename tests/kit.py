@@ -162,10 +162,10 @@ def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, **_) -> 
 
 
 def dot_condition(sums: Tensor, sums_of_sizes: Tensor) -> float:
-    """Return assert_close's condition for sums of products: that of a sum, sum |x_i| / |sum x_i|, of the largest sums.
+    """Return assert_close's condition for sums of products: the largest sum of the terms' sizes over the largest sum.
 
-    sums_of_sizes: the same sums with the absolute values of their terms. Where terms cancel, a single rounding of one
-    exceeds any relative bound on the sum.
+    With it the bound is 4 eps of the former. Where terms cancel, a single rounding of one exceeds any relative bound on
+    the sum. sums_of_sizes: the same sums with the absolute values of their terms.
     """
     largest, sizes = (x.nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0.0 for x in (sums, sums_of_sizes))
     return max(1.0, sizes / largest) if largest else 1.0

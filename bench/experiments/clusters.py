@@ -8,15 +8,16 @@ as many clusters, and keep whole clusters by the same scores.
 
 The prompts are `needle`'s, in the model's chat template; the correct answer is read after them. "once": the clusters
 are chosen by the prompt's last queries, and the others are evicted. "every step": they are chosen again by each query
-of the answer, which needs the evicted ones in other memory (the paper's Table 3, "Decoding"). The mass is the share of
-the answer's attention to the prompt that falls on the kept tokens, the mean over layers, heads, queries and prompts.
+of the answer, which needs the evicted ones in other memory (the paper's Table 3, "Decoding"). The last 32 tokens of the
+prompt are always kept. The mass is the share of the answer's attention to the prompt that falls on the kept tokens, the
+mean over layers, heads, queries and prompts.
 The script also prints the CPU time of the clustering of one prompt, all layers, and the mean cosine of a key and its
 cluster's center.
 """
 
 from __future__ import annotations
 
-import math
+import argparse
 from statistics import fmean
 from typing import NamedTuple
 
@@ -61,9 +62,10 @@ CLUSTERINGS = {
 
 
 class Layer(NamedTuple):
-    """What one layer read: K of the prompt [b, Hk, n, d]; queries of its last WINDOW tokens, and of the answer."""
+    """What one layer read: K and V of the prompt, [b, Hk, n, d]; the queries of its last tokens, and of the answer."""
 
     k: Tensor
+    v: Tensor
     window: Tensor
     answer: Tensor
     logits: dict
@@ -78,8 +80,8 @@ def read(reader: Reader, filler: Filler, prompts: int, context: int, seed: int) 
     whole, n = passkeys.read(reader, ids, WINDOW + rows), ids.shape[1] - rows
     found = []
     for x in caches(whole.cache):
-        q = x.last_queries
-        found.append(Layer(x.k[:, :, :n].contiguous(), q[:, :, :WINDOW], q[:, :, WINDOW:], x.logits))
+        k, v, q = x.k[:, :, :n].contiguous(), x.v[:, :, :n].contiguous(), x.last_queries
+        found.append(Layer(k, v, q[:, :, :WINDOW], q[:, :, WINDOW:], x.logits))
     return found
 
 
@@ -91,10 +93,10 @@ def kept(scores: Tensor, clusters: Tensor, count: int, budget: int) -> Tensor:
     return select_topk(priority, k=budget, window=WINDOW)
 
 
-def mass(layer: Layer, slots: Tensor, rows: slice) -> Tensor:
+def mass(layer: Layer, slots: Tensor, rows: slice = slice(None)) -> Tensor:
     """Return the share of the attention of some queries of the answer on these slots, [b]."""
     n = layer.k.shape[2]
-    visible = torch.full((layer.answer[:, :, rows].shape[2],), n, dtype=torch.int32)
+    visible = torch.full((layer.answer[:, :, rows].shape[2],), n, dtype=torch.int32, device=layer.k.device)
     weights = window_scores(layer.answer[:, :, rows], layer.k, visible, reduce="mean", **layer.logits)
     return weights.gather(2, slots).sum(-1).mean(1)
 
@@ -104,19 +106,18 @@ def measure(layers: list[Layer], policy: kvops.ProtoKV, budget: int) -> dict[str
     found: dict[str, list[Tensor]] = {}
     for layer in layers:
         b, _, n, _ = layer.k.shape
-        view = kvops.View(layer.k, layer.k)
-        clusters = policy.assign(view, None, torch.full((b,), n - WINDOW, dtype=torch.int32))
+        view, on = kvops.View(layer.k, layer.k), dict(dtype=torch.int32, device=layer.k.device)
+        clusters = policy.assign(view, None, torch.full((b,), n - WINDOW, **on))
         count = policy.chunks(view)[0] + policy.num_buckets
         steps = [slice(i, i + 1) for i in range(layer.answer.shape[2])]
         for score in ("dot", "softmax"):
             options = {"score": score, **layer.logits}
-            by_window = window_scores(layer.window, layer.k, torch.arange(n - WINDOW + 1, n + 1).int(), **options)
-            once = mass(layer, kept(by_window, clusters, count, budget), slice(None))
+            by_window = window_scores(layer.window, layer.k, torch.arange(n - WINDOW + 1, n + 1, **on), **options)
+            once = mass(layer, kept(by_window, clusters, count, budget))
             found.setdefault(f"once, {score}", []).append(once)
             every = []
             for step in steps:
-                last = torch.tensor([n], dtype=torch.int32)
-                scores = window_scores(layer.answer[:, :, step], layer.k, last, **options)
+                scores = window_scores(layer.answer[:, :, step], layer.k, torch.tensor([n], **on), **options)
                 every.append(mass(layer, kept(scores, clusters, count, budget), step))
             found.setdefault(f"every step, {score}", []).append(torch.stack(every).mean(0))
         found.setdefault("cosine", []).append(cosine(layer.k, clusters, count))
@@ -132,29 +133,33 @@ def cosine(k: Tensor, clusters: Tensor, count: int) -> Tensor:
     return found.masked_fill(clusters < 0, 0).sum((1, 2)) / (clusters >= 0).sum((1, 2))
 
 
-def interval(values: list[float]) -> float:
-    """Return half of the 95 % interval of the mean of prompts, by the normal distribution."""
-    return 1.96 * float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = common.parser(__doc__)
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the model, the prompts and the budget."""
     common.add_model(parser, common.TEXT)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024, help="tokens before the question")
     parser.add_argument("--budget", type=int, default=256, help="tokens to keep")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeats", type=int, default=5, help="of the times")
-    a = parser.parse_args(argv)
+
+
+def check_budget(parser: argparse.ArgumentParser, a: argparse.Namespace) -> None:
     if not WINDOW < a.budget < a.context:
         parser.error(f"--budget must be more than {WINDOW} and less than --context {a.context}, got {a.budget}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = common.parser(__doc__)
+    add_prompts(parser)
+    parser.add_argument("--repeats", type=int, default=5, help="of the times")
+    a = parser.parse_args(argv)
+    check_budget(parser, a)
     reader, filler = models.load(str(a.model), a.text, a.dtype, a.device, lambda model, _: Reader(model))
     with torch.inference_mode():
         layers = read(reader, filler, a.prompts, a.context, a.seed)
         policies = {name: make(a.budget, WINDOW) for name, make in CLUSTERINGS.items()}
         found = {name: measure(layers, x, a.budget) for name, x in tqdm(policies.items(), leave=False)}
         views = [kvops.View(x.k[:1], x.k[:1]) for x in layers]
-        prefix = torch.tensor([layers[0].k.shape[2] - WINDOW], dtype=torch.int32)
+        prefix = torch.tensor([layers[0].k.shape[2] - WINDOW], dtype=torch.int32, device=layers[0].k.device)
         calls = {
             name: lambda policy=policy: [policy.assign(x, None, prefix) for x in views]
             for name, policy in policies.items()

@@ -39,7 +39,7 @@ def ladders(layers: int) -> list[Ladder]:
     """Return the ladders to measure: spans of up to half of the layers, overlaps of half a span (LaCache, Fig. 10)."""
     if layers < 8:  # with (1, 0) all patterns are the same; "paper" refuses (2, 0) in three layers
         return [(1, 0, "paper"), (2, 0, "short"), (2, 0, "official")]
-    usual = max(1, round(layers / 4))  # LaCache's default
+    usual = round(layers / 4)  # LaCache's default
     spans = dict.fromkeys((usual // 2, usual, layers // 2))
     return [*((x, x // 2, "paper") for x in spans), (usual, usual // 2, "official")]
 
@@ -76,32 +76,27 @@ def perplexity(reader: Reader, whole: Prefill, pattern: list[Tensor] | None, ids
 
 @torch.inference_mode()
 def run(reader: Reader, text: Tensor, patterns: int, context: int, pieces: int, following: int, seed: int) -> dict:
-    """Measure the whole cache, the ladders, the newest slots and random patterns: [slots in all layers, perplexity]
-    each. A size that some ladder cannot meet has no row of it."""
+    """Measure the whole cache, the ladders, StreamingLLM and random patterns: [slots in all layers, perplexity]
+    each."""
     layers = reader.num_layers
     step = (text.shape[1] - context - following) // max(1, pieces - 1)
     ids = torch.cat([text[:, i * step : i * step + context + following] for i in range(pieces)])
-    whole, rest = passkeys.read(reader, ids[:, :context].numpy()), ids[:, context:]
+    whole, rest = passkeys.read(reader, ids[:, :context].cpu().numpy()), ids[:, context:]
     found = {"layers": layers, "whole": [context * layers, perplexity(reader, whole, None, rest)]}
-    found |= {"ladders": [], "newest": [], "random": []}
+    found |= {"ladders": [], "StreamingLLM": [], "random": []}
     generator = np.random.default_rng(seed)
     for size in tqdm([x for x in SIZES if x < context], leave=False):
         rows = []
         for span, overlap, pattern in ladders(layers):
             shape = dict(num_layers=layers, budget=size, span=span, overlap=overlap, sinks=SINKS, pattern=pattern)
-            try:
-                plan = kvops.lacache_plan(context, **shape)
-            except ValueError:  # too small for the sinks, a rung and the newest slots
-                continue
+            plan = kvops.lacache_plan(context, **shape)
             slots = [plan.indices(layer) for layer in range(layers)]
             total = len(plan) * layers
             rows.append([span, overlap, pattern, total, perplexity(reader, whole, slots, rest)])
-        if not rows:
-            continue
         found["ladders"] += rows
         total = min(x[3] for x in rows)  # the others have a few slots more in each layer
         kept = torch.tensor([*range(SINKS), *range(context - total // layers + SINKS, context)])
-        found["newest"].append([total, perplexity(reader, whole, [kept] * layers, rest)])
+        found["StreamingLLM"].append([total, perplexity(reader, whole, [kept] * layers, rest)])
         for _ in range(patterns):
             slots = random_pattern(context, total, layers, generator)
             found["random"].append([total, perplexity(reader, whole, slots, rest)])
@@ -114,9 +109,9 @@ def shares_beaten(found: dict) -> list[dict]:
     for total, larger in zip(totals, [*totals[1:], found["whole"][0]]):
         values = np.array([x[1] for x in found["random"] if x[0] == total])
         best = min((x for x in found["ladders"] if total <= x[3] < larger), key=lambda x: x[4])
-        newest = next(x[1] for x in found["newest"] if x[0] == total)
-        row = {"slots": total, "ladder": best[4], "shape": best[:3], "newest": newest, "random": float(values.min())}
-        rows.append(row | {"beaten": float((values > best[4]).mean())})
+        row = {"slots": total, "ladder": best[4], "shape": best[:3], "ladder_slots": best[3]}
+        row["StreamingLLM"] = next(x[1] for x in found["StreamingLLM"] if x[0] == total)
+        rows.append(row | {"random": float(values.min()), "beaten": float((values > best[4]).mean())})
     return rows
 
 
@@ -134,9 +129,9 @@ def picture(record: dict, path: Path) -> None:
         axis.plot(*line.T, marker=marker, ms=4, lw=1, color=color)
         alone = sum(x[:2] == (span, overlap) for x in drawn) == 1
         ends.append((*line[-1], f"LaCache, S {span}, O {overlap}" + ("" if alone else f",\n{pattern} pattern"), color))
-    line = np.array(record["newest"])
+    line = np.array(record["StreamingLLM"])
     axis.plot(*line.T, marker="x", ms=4, lw=1, color="black")
-    ends.append((*line[-1], "the newest", "black"))
+    ends.append((*line[-1], "StreamingLLM", "black"))
     axis.axhline(record["whole"][1], color="black", lw=0.8, ls=":")
     axis.set(xlabel="slots kept in all layers (log scale)", ylabel="perplexity of the next tokens", xscale="log")
     ends.append((sizes[-1], record["whole"][1], "whole cache", "black"))
@@ -163,7 +158,7 @@ def main(argv: list[str] | None = None) -> None:
     common.add_model(parser, common.TEXT)
     a = parser.parse_args(argv)
     if a.record:
-        picture(common.load(parser, a.record, "random", "ladders", "newest", "whole"), a.out / "pareto.png")
+        picture(common.load(parser, a.record, "random", "ladders", "StreamingLLM", "whole"), a.out / "pareto.png")
         print(f"wrote {a.out / 'pareto.png'}")
         return
     reader = Reader(passkeys.load_model(a.model, a.device, a.dtype))
@@ -173,8 +168,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"whole cache, {found['whole'][0]:,} slots: perplexity {found['whole'][1]:.3f}")
     for x in shares_beaten(found):
         print(
-            f"{x['slots']:6,} slots: ladder {x['ladder']:.3f} {x['shape']}, newest {x['newest']:.3f}, best of "
-            f"{a.patterns} random {x['random']:.3f}; the ladder is better than {x['beaten']:.0%} of them"
+            f"{x['slots']:6,} slots: ladder {x['ladder']:.3f} {x['shape']}, StreamingLLM {x['StreamingLLM']:.3f}, "
+            f"best of {a.patterns} random {x['random']:.3f}; the ladder is better than {x['beaten']:.0%} of them"
         )
     print(f"wrote {a.out / 'pareto.png'}")
     if a.json:

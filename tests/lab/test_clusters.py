@@ -1,4 +1,4 @@
-"""bench/experiments/clusters.py, and the K-means of variants.py against K-means written out."""
+"""bench/experiments/clusters.py and fp8_rows.py, and the K-means of variants.py against its iteration written out."""
 
 # ruff: noqa: E402  (after the check of what they need)
 
@@ -12,6 +12,7 @@ for name in ("transformers", "matplotlib", "tqdm"):
     pytest.importorskip(name)
 
 import clusters
+import fp8_rows
 import kit
 import kvops
 from kvops.ops import assign_prototypes
@@ -54,7 +55,7 @@ def test_k_means_as_a_method():
 
 
 def test_clusters(tmp_path, capsys):
-    """More iterations fit the keys better and cost more; whoever chooses at every step keeps more of the attention."""
+    """More iterations fit the keys better and cost more; on this model choosing at every step keeps more attention."""
     record = tmp_path / "x.json"
     sizes = ["--prompts", "2", "--context", "400", "--budget", "100", "--repeats", "2"]
     clusters.main([*sizes, "--json", str(record)])
@@ -69,3 +70,14 @@ def test_clusters(tmp_path, capsys):
     with pytest.raises(SystemExit):
         clusters.main(["--budget", "32"])
     assert "--budget must be more than 32" in capsys.readouterr().err
+
+
+def test_fp8_rows(tmp_path, capsys):
+    """Rows in e4m3, which has a bit more of precision, keep more of the same tokens than rows in e5m2."""
+    record = tmp_path / "x.json"
+    fp8_rows.main(["--prompts", "2", "--context", "400", "--budget", "100", "--json", str(record)])
+    found, shown = json.loads(record.read_text())["kept"], capsys.readouterr().out
+    assert set(found) == set(fp8_rows.METHODS) and all(name in shown for name in found)
+    same = {x: sum(sum(of[x]["same"]) for of in found.values()) / (2 * len(found)) for x in fp8_rows.FORMATS}
+    assert 0.8 < same["e5m2"] < same["e4m3"] < 1
+    assert all(abs(y) < 0.1 for of in found.values() for x in of.values() for y in x["lost"])

@@ -123,7 +123,7 @@ def test_protokv_is_algorithm_1(
     assert result.indices.shape[2] == min(budget, n)
     policy, m = kvops.ProtoKV(budget, w, **setting, seed=seed), n - w
     chunks, base = setting["num_chunks"], setting["num_chunks"]  # base: the number of the first bucket
-    if chunks is None:  # one chunk for 10 tokens of the prefix
+    if chunks is None:  # one chunk per 10 tokens of the prefix
         chunks, base = max(1, m // 10), max(1, n // 10)
     buckets = 2 ** setting["hash_bits"]
     chunks_only = chunks if setting["num_chunks"] is None else chunks + buckets

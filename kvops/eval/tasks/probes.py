@@ -155,7 +155,7 @@ class Perplexity(OfText):
     ) -> Outcome:
         count = len(prompts)
         stream = reader.stream(np.stack([x.context for x in prompts]), rule, budget, self.window)
-        most = max(stream.held, key=lambda x: x.bytes)
+        most = max(stream.held, key=lambda x: (x.bytes, x.tokens))
         stretches = np.array_split(stream.losses, min(self.bins, stream.losses.shape[1]), axis=1)
         loss = [float(x.mean()) for x in stretches]
         more = {
