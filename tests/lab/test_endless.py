@@ -13,6 +13,7 @@ for name in ("transformers", "matplotlib", "tqdm"):
 
 import common
 import endless
+import kvops
 import lacache_cost
 import ladder
 import pareto
@@ -54,6 +55,15 @@ def test_random_patterns_have_their_size():
         assert sum(map(len, slots)) == total
         for x in slots:
             assert (x.diff() > 0).all() and 0 <= x[0] and x[-1] < 128 and x[: pareto.SINKS].tolist() == [0, 1, 2, 3]
+
+
+def test_the_ladders_of_a_deep_model_fit_all_sizes():
+    found = pareto.ladders(30)
+    assert (8, 4, "paper") in found and len(set(found)) == 4  # the default and others
+    for size in pareto.SIZES:
+        for span, overlap, pattern in found:
+            shape = dict(num_layers=30, budget=size, span=span, overlap=overlap, sinks=pareto.SINKS, pattern=pattern)
+            assert 0.95 * size < len(kvops.lacache_plan(1024, **shape)) < 1.05 * size
 
 
 def test_pareto(tmp_path, capsys):
