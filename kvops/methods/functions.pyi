@@ -1116,7 +1116,7 @@ def protokv_compress(
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
-        num_chunks: The number of chunks. None is one for 10 of the m tokens before the window, at most 496: min(496,
+        num_chunks: The number of chunks. None is one per 10 of the m tokens before the window, at most 496: min(496,
             max(1, m // 10)), for each row of a padded batch.
         projection: fp32 [bits, d] on k's device, of the hash; bits is hash_bits, or with clusters="lsh" enough for all
             clusters. None draws projection and phase from `seed` (`lsh_projection`).
