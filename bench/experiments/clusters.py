@@ -30,6 +30,7 @@ from tqdm import tqdm
 import common
 import kvops
 from kvops.bench.columns import aligned
+from kvops.bench.eager import cluster_centers
 from kvops.bench.measure import cpu_seconds
 from kvops.bench.record import write
 from kvops.demo import passkeys
@@ -127,9 +128,9 @@ def measure(layers: list[Layer], policy: kvops.ProtoKV, budget: int) -> dict[str
 def cosine(k: Tensor, clusters: Tensor, count: int) -> Tensor:
     """Return the mean cosine of each clustered key and its cluster's mean direction, [b]."""
     keys = normalize(k.float(), dim=-1)
-    at = clusters.masked_fill(clusters < 0, count).long().unsqueeze(-1).expand_as(keys)
-    centers = keys.new_zeros(*k.shape[:2], count + 1, k.shape[3]).scatter_add_(2, at, keys)
-    found = (keys * normalize(centers, dim=-1).gather(2, at)).sum(-1)
+    at = clusters.masked_fill(clusters < 0, count).long()
+    centers = normalize(cluster_centers(keys, at, count + 1)[0], dim=-1)
+    found = (keys * centers.gather(2, at.unsqueeze(-1).expand_as(keys))).sum(-1)
     return found.masked_fill(clusters < 0, 0).sum((1, 2)) / (clusters >= 0).sum((1, 2))
 
 

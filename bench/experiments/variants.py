@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import kvops
+from kvops.bench.eager import cluster_centers
 from kvops.methods.laq import lookahead_limits
 from kvops.methods.snapkv import layer_budget
 from kvops.ops import assign_prototypes
@@ -130,7 +131,7 @@ class KMeansKV(kvops.ProtoKV):
         for left in reversed(range(self.iterations)):
             clusters = assign_prototypes(view.k, centers, starts=starts, lengths=prefix)
             if left:
-                at = clusters.masked_fill(clusters < 0, count).long().unsqueeze(-1).expand_as(keys)
-                sums = keys.new_zeros(*places, count + 1, keys.shape[3]).scatter_add_(2, at, keys)[:, :, :count]
-                centers = torch.where((sums == 0).all(-1, keepdim=True), centers, sums)  # an empty one stays
+                at = clusters.masked_fill(clusters < 0, count).long()
+                means, sizes = (x[:, :, :count] for x in cluster_centers(keys, at, count + 1))
+                centers = torch.where(sizes.unsqueeze(-1) > 0, means, centers)  # an empty one stays
         return clusters
