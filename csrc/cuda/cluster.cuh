@@ -56,22 +56,18 @@ __device__ inline T* of_block(T* p, unsigned rank) {
 // A flag in global memory. Everything that a thread wrote or observed before it stores the flag is visible to the
 // thread that loads it. To include a block's other threads, put a __syncthreads() before the store and another after
 // the load.
-__device__ inline unsigned load_acquire(const unsigned* flag) {
 #ifdef __CUDACC__
+__device__ inline unsigned load_acquire(const unsigned* flag) {
   unsigned x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(flag) : "memory");
   return x;
-#else
-  return cudasim::load_acquire(flag);
-#endif
 }
 __device__ inline void store_release(unsigned* flag, unsigned x) {
-#ifdef __CUDACC__
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(x) : "memory");
-#else
-  cudasim::store_release(flag, x);
-#endif
 }
+#else
+using cudasim::load_acquire, cudasim::store_release;
+#endif
 
 }  // namespace
 }  // namespace kvops

@@ -11,6 +11,8 @@ CSRC = Path(__file__).resolve().parents[2] / "csrc"
 WRONG_RESULT = "^E +(AssertionError|assert )"
 HOPPER_PRODUCT = "multiply_keys<T, kDim, kKeys>(x, q + tile * kRows * kDim, k + ring.stage * kKeys * kDim);"
 HOPPER_RELEASE = "if (tile == tiles - 1) ring.release();"
+TICKET = "if (threadIdx.x == 0) ticket = atomicAdd(memory.next, 1u);"
+NEVER_ENDS = r"deadlock: load_acquire at \S+in_place.cuh:\d+, \d+ times, and nothing changes; a block waits for one that"
 
 
 class Fault(NamedTuple):
@@ -43,6 +45,47 @@ FAULTS = {
         "false",
         "test_all_rows_move_a_little",
         order=2,
+    ),
+    "compact_kv_ waits for one of two chunks": Fault(
+        "compact_kv_",
+        "in_place.cuh",
+        "threadIdx.x < 2 && reader < chunk",
+        "threadIdx.x < 1 && reader < chunk",
+        "test_all_rows_move_a_little",
+        order=5,
+    ),
+    "compact_kv_ looks for the chunk to wait for among 32 alone": Fault(
+        "compact_kv_",
+        "in_place.cuh",
+        "size = min(size, step * before) - past;",
+        "size = 0;",
+        "test_all_rows_move_a_little",
+        order=5,
+    ),
+    "compact_kv_ says that its chunk is read before it is": Fault(
+        "compact_kv_",
+        "in_place.cuh",
+        "flags_ && threadIdx.x < 32",
+        "flags_ && threadIdx.x == 0 ? store_release(flags_ + chunk, 1u) : void(), flags_ && threadIdx.x < 32",
+        "test_all_rows_move_a_little",
+        order=5,
+    ),
+    "compact_kv_ takes no tickets": Fault(
+        "compact_kv_",
+        "in_place.cuh",
+        TICKET,
+        "if (threadIdx.x == 0) ticket = blockIdx.x;",
+        "test_all_rows_move_a_little",
+        says=NEVER_ENDS,
+        order=1,
+    ),
+    "ladder_compact_'s chunks descend in ticket order": Fault(
+        "ladder_compact_",
+        "in_place.cuh",
+        TICKET,
+        "if (threadIdx.x == 0) ticket = gridDim.x - 1 - atomicAdd(memory.next, 1u);",
+        "test_all_rows_move_a_little",
+        says=NEVER_ENDS,
     ),
     "ladder_compact_ writes before all have read": Fault(
         "ladder_compact_",
@@ -305,6 +348,46 @@ FAULTS = {
         "meet(kConsumers, kAllConsumers);",
         "test_lengths and 64",
         says=r"window_scores_sm90_kernel.* wgmma at \S+window_scores.cuh:\d+: .* no fence",
+    ),
+    "a Hopper kernel puts its stages where no swizzle starts": Fault(
+        "sm90",
+        "sm90/window_attention.cuh",
+        "kGroups * kRows * d * 2",
+        "kGroups * kRows * d * 2 + 512",
+        "test_lengths and 1000",
+        says=r"TMA copy at \S+tile.cuh:\d+: not at a multiple of 1024",
+    ),
+    "a Hopper kernel rounds weights into registers that a product still reads": Fault(
+        "sm90",
+        "sm90/window_attention.cuh",
+        "next.release();",
+        "next.release(); weights.round(x);",
+        "attention",
+        says=r"wgmma at \S+window_attention.cuh:\d+: its weights have changed",
+    ),
+    "a Hopper kernel releases keys before it has waited for the product": Fault(
+        "sm90",
+        "sm90/window_attention.cuh",
+        "begin_keys<T, kDim, kKeys>(x, q, stage_of(from));",
+        "begin_keys<T, kDim, kKeys>(x, q, stage_of(from)); from.release();",
+        "test_lengths and 1000",
+        says=r"released before it has waited for wgmma at \S+window_attention.cuh:\d+",
+    ),
+    "a Hopper kernel does not fence its mbarriers": Fault(
+        "sm90",
+        "sm90/window_attention.cuh",
+        "barriers_made();",
+        "",
+        "test_lengths and 1000",
+        says=r"no barriers_made\(\) since barrier_init",
+    ),
+    "a Hopper kernel takes more registers than others have given": Fault(
+        "sm90",
+        "sm90/window_attention.cuh",
+        "take_registers<kPassRegisters>();",
+        "take_registers<kPassRegisters + 8>();",
+        "test_lengths and 1000",
+        says=r"deadlock: .*wait in take_registers at \S+window_attention.cuh:\d+",
     ),
 }
 

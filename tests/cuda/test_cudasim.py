@@ -215,12 +215,24 @@ def test_clusters(build, monkeypatch, seed, kind):
 @pytest.mark.parametrize("seed", "012345")
 def test_flags_between_blocks(build, monkeypatch, seed):
     monkeypatch.setenv("CUDASIM_SEED", seed)
-    for fault in (0, 2):  # 2: atomicExch in place of store_release(), which only the race detector sees as a fault
+    for fault in (0, 2, 5):  # 2: atomicExch in place of store_release(), which only the race detector sees as a fault
         x, said = run(build("plain"), "chain", fault)
         assert not said and x[:8] == list(range(1, 9))
+    never = r"block \(\d,0,0\), warp 0, thread \(5,0,0\): deadlock: load_acquire at \S+:\d+, \d+ times, and nothing changes"
     if seed == "0":  # the last block's number is in the first
-        assert "deadlock: a block waits for one that has not started" in run(build("plain"), "chain", 1)[1]
-    assert "deadlock" in run(build("plain"), "chain", 3)[1]
+        said = run(build("plain"), "chain", 1)[1]
+        assert re.search(f"{never}; a block waits for one that has not started", said)
+    for fault in (3, 6):  # no block stores its flag; 6: the loop contains a barrier
+        assert re.search(never, run(build("plain"), "chain", fault)[1])
+
+
+@pytest.mark.parametrize("seed", "0235")
+def test_starved_threads_run_in_the_end(build, monkeypatch, seed):
+    """More blocks than run at once; in order 5, 48 do, and some wait until nothing else can run."""
+    monkeypatch.setenv("CUDASIM_SEED", seed)
+    x, said = run(build("plain"), "long_chain")
+    assert not said and x[0] == 100
+    assert 16 < x[1] <= 48 if seed == "5" else x[1] == (int(seed) or 1)
 
 
 def test_blocks_run_at_once(build, monkeypatch):

@@ -4,15 +4,16 @@
 // are switched only where CUDA threads can wait for each other (barriers, warp collectives, loads of flags), and at
 // random at atomics and fences. Every run is therefore repeatable, and CUDASIM_SEED chooses the order:
 //   unset or 0  lowest thread and block first    1  highest thread and block first    2, 3, ...  random
-// In random orders 2, 3 or 4 blocks run at once, in the others one after another. The blocks of a cluster always run
-// together.
+// In random orders 2, 3, 4 or 48 blocks run at once (in orders 2, 3, 4, 5, and so on), in the others one after another.
+// Among 48, some blocks, and a warp of some others, are starved: they run only when nothing else can, or when others
+// keep loading flags. The blocks of a cluster always run together.
 // CUDASIM_DEVICE=small|hopper|a100|h200|b200|rtx3090|rtx5090 chooses the GPU (cudasim_gpu.h) that plans and launches
 // are checked against.
 // CUDASIM_DRY=FILE runs no kernel, but appends each launch's grid, block, dynamic shared memory and cluster to FILE.
 // Where CUDA's behaviour is undefined, the simulator throws an Error: a barrier or collective that not every thread
 // reaches, or that threads reach at different lines; a shuffle from a lane that does not take part; access to the
-// shared memory of a block that may not have started or may have ended; a block that waits for one that has not
-// started; and an impossible launch, such as one with more than 48 KiB of static and dynamic shared memory that has not
+// shared memory of a block that may not have started or may have ended; a flag that is loaded again and again while
+// nothing changes, as by a block that waits for one that has not started; and an impossible launch, such as one with more than 48 KiB of static and dynamic shared memory that has not
 // opted in. Shared memory is filled with 0xff (NaN, or -1) before each block.
 //
 // Sanitizers see the kernel's memory as usual. For -fsanitize=thread every CUDA thread is a thread, and only barriers,
@@ -47,6 +48,7 @@
 #include <deque>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -190,7 +192,10 @@ struct Fiber {    // one CUDA thread, or the host's launch
   uint3 tid{};
   unsigned rank = 0;
   enum { Ready, Waiting, Done } state = Ready;
-  Site site;               // where it waits
+  Site site;               // where it waits, or last did
+  bool starved = false;
+  uint64_t polled = 0;     // Sim::changes when it last loaded a flag
+  unsigned polls = 0;      // such loads since then
   Meeting* met = nullptr;  // the last one among lanes of its warp
   void *asan = nullptr, *tsan = nullptr;
   bool quiet = false;
@@ -282,6 +287,8 @@ struct Quiet {  // during its lifetime, the race detector ignores the current fi
 // ---- The scheduler -------------------------------------------------------------------------------------------------
 struct Sim {
   static constexpr size_t stack_bytes = 256 << 10;
+  static constexpr uint64_t kCrowd = 48, kMostThreads = 16384;  // at once; each thread's stack takes two mappings
+  static constexpr unsigned kPolls = 1 << 16;  // a thread's loads of flags while nothing changes
   unsigned long seed = 0;
   Random random;
   Kernel* kernel = nullptr;
@@ -289,21 +296,26 @@ struct Sim {
   std::function<void()> body;
   std::deque<std::deque<Fiber>> pools;  // kept from one launch to the next
   std::deque<std::deque<Fiber>*> idle;  // unused pools, longest idle first
-  Ring<Fiber*> ready;                   // of all blocks
+  Ring<Fiber*> ready, starved;          // of all blocks
   std::deque<std::unique_ptr<Cluster>> resident;
   Fiber outside, *self = &outside;
   Block* block = nullptr;  // of `self`
   unsigned threads = 0;    // per block
   bool ended = false;      // a cluster has ended and makes space for the next
   uint64_t to_start = 0;   // clusters
-  size_t fruitless = 0;    // loads of flags since anything else happened
+  uint64_t changes = 0;    // of flags and other atomics, and ends of threads
+  size_t fruitless = 0;    // loads of flags since the last change
   char order[2];
   std::recursive_mutex launching;
 
-  CUDASIM_RAW void make_ready(Fiber* f) { f->state = Fiber::Ready, ready.push_back(f); }
+  bool crowded() const { return seed > 1 && (seed - 2) % 4 == 3; }
+
+  CUDASIM_RAW void make_ready(Fiber* f) { f->state = Fiber::Ready, (f->starved ? starved : ready).push_back(f); }
 
   CUDASIM_RAW Fiber* pick() {
-    if (!ready.size() || ended) return &outside;
+    if (ended) return &outside;
+    if (starved.size() && fruitless >= 16 * ready.size()) return starved.pop_front();
+    if (!ready.size()) return &outside;
     if (seed > 1) {
       size_t i = random() % ready.size();  // prefer the same block
       for (int tries = 0; tries < 4 && ready[i]->block != block; ++tries) i = random() % ready.size();
@@ -339,21 +351,29 @@ struct Sim {
     if (self != &outside && seed > 1 && random() % 2) make_ready(self), resume_another();
   }
 
-  CUDASIM_RAW void progress() { fruitless = 0; }
+  CUDASIM_RAW void changed() { fruitless = 0, ++changes; }
 
-  // Called before a load of a flag: lets all other threads run first, since one may be about to set it.
-  __attribute__((noinline)) void poll() {
+  // Called before a load of a flag: lets all other threads run first, since one may be about to set it. Barriers and
+  // collectives are no change: a loop that waits for a flag may contain them.
+  __attribute__((noinline)) void poll(const Site& site) {
     Quiet quiet;
-    if (++fruitless > 1 << 20)
-      fail(to_start ? "deadlock: a block waits for one that has not started" : "deadlock: no flag changes");
-    seed == 1 ? ready.push_front(self) : ready.push_back(self);
+    self->site = site;
+    if (self->polled != changes) self->polled = changes, self->polls = 0;
+    if (++self->polls > kPolls)
+      fail("deadlock: " + site.str() + ", " + std::to_string(kPolls) + " times, and nothing changes" +
+           (to_start ? "; a block waits for one that has not started" : ""));
+    ++fruitless;
+    if (self->starved)
+      starved.push_back(self);
+    else
+      seed == 1 ? ready.push_front(self) : ready.push_back(self);
     resume_another();
   }
 
   [[noreturn]] __attribute__((noinline)) void fail(const std::string& what) {
     Quiet quiet;
     error = describe(what);
-    ready.clear();
+    ready.clear(), starved.clear();
     wait();
     __builtin_unreachable();
   }
@@ -363,10 +383,12 @@ struct Sim {
       return "(" + std::to_string(t.x) + "," + std::to_string(t.y) + "," + std::to_string(t.z) + ")";
     };
     auto doing = [](const Fiber& f) {
-      return f.state == Fiber::Done ? "have returned" : f.state == Fiber::Ready ? "can run" : "wait in " + f.site.str();
+      if (f.state == Fiber::Done) return std::string("have returned");
+      if (f.state == Fiber::Waiting) return "wait in " + f.site.str();
+      return *f.site.op ? "can run on from " + f.site.str() : "can run";
     };
-    std::string text = "cudasim: " + std::string(kernel->name) + ", block " + name(blockIdx) + ", thread " +
-                       name(self->tid) + ": " + what;
+    std::string text = "cudasim: " + std::string(kernel->name) + ", block " + name(blockIdx) + ", warp " +
+                       std::to_string(self->rank / 32) + ", thread " + name(self->tid) + ": " + what;
     for (const auto& cluster : resident) {
       for (const Block& b : cluster->blocks) {
         if (cluster->blocks.size() + resident.size() > 2) text += "\n  block " + name(b.index);
@@ -411,7 +433,7 @@ struct Sim {
   CUDASIM_RAW void leave(Meeting& meeting) {
     for (size_t i = 0; i < meeting.here.size(); ++i)
       if (Fiber* const f = meeting.here[i].fiber; f && f != self) make_ready(f);
-    meeting.here.clear(), meeting.site = {}, ++meeting.generation, fruitless = 0;
+    meeting.here.clear(), meeting.site = {}, ++meeting.generation;
   }
 
   // The current thread arrives at `meeting` without waiting.
@@ -479,12 +501,14 @@ struct Sim {
       b.dynamic_bytes = dynamic_bytes, b.dynamic_shared = shared_memory(dynamic_bytes);
       b.variables.resize(variables.sizes.size());
       const uint64_t number = (uint64_t(b.index.z) * gridDim.y + b.index.y) * gridDim.x + b.index.x;
+      const unsigned starve = crowded() ? random() % 4 : 2, warp = random() % unsigned(b.warps.size());
       if (watcher) watcher->block_begins(&b, number), watcher->has_shared(&b, b.dynamic_shared.get(), dynamic_bytes);
       for (unsigned t = 0; t < threads; ++t) {
         Fiber& f = (*b.fibers)[t];
         f.block = &b;
         f.tid = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
-        f.met = nullptr;
+        f.met = nullptr, f.site = {}, f.polls = 0;
+        f.starved = starve == 0 || (starve == 1 && t / 32 == warp);
         if (f.copies.size() != 1 || !f.copies.back().empty()) f.copies.assign(1, {});
         if (watcher) watcher->thread_begins(f.tsan, &b, t, f.stack, f.bytes);
         new_stack(f), make_ready(&f);
@@ -528,7 +552,8 @@ struct Sim {
     random.seed(unsigned(seed));
     body = std::move(call), gridDim = grid, blockDim = block, threads = unsigned(size);
     outside.stack = nullptr;  // not known yet
-    const uint64_t at_once = seed < 2 ? 1 : std::max<uint64_t>((2 + (seed - 2) % 3) / cluster, 1);
+    const uint64_t together = seed < 2 ? 1 : crowded() ? kCrowd : 2 + (seed - 2) % 4;
+    const uint64_t at_once = std::max<uint64_t>(std::min<uint64_t>(together, kMostThreads / threads) / cluster, 1);
     size_t pools_needed = at_once * cluster;
 #ifdef __SANITIZE_THREAD__
     outside.tsan = __tsan_get_current_fiber();
@@ -548,7 +573,7 @@ struct Sim {
         start({unsigned(c % in_x) * cluster, unsigned(c / in_x % grid.y), unsigned(c / in_x / grid.y)}, cluster,
               dynamic_bytes);
       }
-      ended = false, fruitless = 0;
+      ended = false, changed();
       resume_another();
       std::erase_if(resident, [&](auto& x) { return !x->live && (leave(*x), true); });
     }
@@ -565,7 +590,7 @@ struct Sim {
       }
       leave(*c);
     }
-    resident.clear(), ready.clear();
+    resident.clear(), ready.clear(), starved.clear();
     if (!error.empty()) throw Error(error);
     which.known = true;
     check_shared(which, dynamic_bytes);  // again, with what is known by now
@@ -612,7 +637,7 @@ inline Sim sim;
     if (watcher) watcher->block_ends(&block);
     if (!--block.cluster->live) sim.ended = true;
   }
-  sim.self->state = Fiber::Done, sim.self->quiet = true, sim.fruitless = 0;
+  sim.self->state = Fiber::Done, sim.self->quiet = true, sim.changed();
   sim.resume_another();
   __builtin_unreachable();
 }

@@ -31,16 +31,16 @@ inline void* of_block(const void* p, unsigned rank) {
   return other.dynamic_shared.get() + offset;
 }
 
-// Flags between blocks. A load that finds nothing new lets others run.
+// Flags between blocks. A load lets others run first: one of them may be about to store the flag.
 inline void store_release(unsigned* flag, unsigned value) {
   sim.preempt();
   if (watcher) watcher->publishes();
   told(Access::Atomic, flag, sizeof *flag);
   __atomic_store_n(flag, value, __ATOMIC_RELEASE);
-  sim.progress();
+  sim.changed();
 }
-inline unsigned load_acquire(const unsigned* flag) {
-  sim.poll();
+inline unsigned load_acquire(const unsigned* flag, Where at = Where::current()) {
+  sim.poll({"load_acquire", at});
   if (watcher) watcher->refreshes();
   return __atomic_load_n(flag, __ATOMIC_ACQUIRE);
 }

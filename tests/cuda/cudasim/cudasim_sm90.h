@@ -5,11 +5,17 @@
 // its mbarrier.
 //
 // Products: begin_keys() and begin_values() leave NaN in the accumulators. wait_products<n>() completes the oldest
-// ones, in order, until n are in flight. A late product reads its operands from shared memory only then, so releasing a
-// stage too early shows. Successive products may use the same accumulators.
+// ones, in order, until n are in flight. A late product reads its operands from shared memory only then. Successive
+// products may use the same accumulators. Until a product has been waited for, its weights must stay in their
+// registers, and its thread must not arrive at the mbarrier for which the copies into its operands wait.
 //
 // Stores: wgmma and TMA see what threads have stored in shared memory only after fence_stores(). An operand, or the
-// target of a copy, that has changed since is an error. A fence is assumed to cover all threads of the block.
+// target of a copy, that has changed since is an error. A fence is assumed to cover all threads of the block. Both must
+// start at a multiple of 1024 bytes, where the pattern of the swizzle starts. An mbarrier may be used once its thread
+// has called barriers_made().
+//
+// Registers: all warpgroups start with the most that a launch of one block per multiprocessor allows. take_registers()
+// waits until others have given enough.
 #pragma once
 
 namespace kvops::sm90 {
@@ -26,6 +32,10 @@ struct Engine {
     std::shared_ptr<std::vector<float>>
         sums;                   // the future contents of `to`; products into the same accumulators share it
     std::function<void()> add;  // null once it is done
+    cudasim::Site site;
+    std::vector<const void*> read;  // where its operands in shared memory start
+    const float* weights;           // its operand in registers, or null
+    std::vector<float> were;        // what they were when it started
   };
 
   cudasim::Meeting barriers[16];
@@ -34,11 +44,19 @@ struct Engine {
   std::vector<std::deque<Product>> products;                   // in flight, by thread
   unsigned char* shared;                                       // the block's dynamic shared memory
   std::vector<unsigned char> seen;                             // the same as wgmma and TMA see it
+  std::map<const uint64_t*, unsigned> raw;                     // mbarriers without barriers_made(), and their threads
+  std::vector<uint64_t*> waited;                               // the mbarrier that each thread has waited for last
+  std::map<const void*, const uint64_t*> guards;               // by target of a copy: what its thread had waited for
+  std::vector<int> registers;                                  // by thread
+  int free_registers = 0;
+  std::vector<cudasim::Fiber*> takers;  // of registers, waiting
 
   Engine()
       : products(cudasim::sim.threads),
         shared(cudasim::sim.block->dynamic_shared.get()),
-        seen(cudasim::sim.block->dynamic_bytes, 0xff) {}
+        seen(cudasim::sim.block->dynamic_bytes, 0xff),
+        waited(cudasim::sim.threads),
+        registers(cudasim::sim.threads, 65536 / static_cast<int>(cudasim::sim.threads) & -8) {}
 
   static Engine& get() {
     cudasim::Quiet quiet;
@@ -56,12 +74,20 @@ struct Engine {
   void check(const void* operand, size_t bytes, const cudasim::Site& site) const {
     cudasim::Quiet quiet;
     const unsigned char* const begin = static_cast<const unsigned char*>(operand);
+    if (reinterpret_cast<uintptr_t>(begin) % 1024)
+      cudasim::sim.fail(site.str() + ": not at a multiple of 1024 bytes");
     if (begin < shared || begin + bytes > shared + seen.size())
       cudasim::sim.fail(site.str() + ": not in dynamic shared memory");
     if (std::memcmp(begin, seen.data() + (begin - shared), bytes))
       cudasim::sim.fail(site.str() + ": threads have stored there, and no fence_stores() since");
   }
+
+  void check(const uint64_t* barrier) const {
+    if (raw.contains(barrier)) cudasim::sim.fail("an mbarrier is used, and no barriers_made() since barrier_init()");
+  }
 };
+
+inline bool same_bits(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
 
 template <class T>
 T rounded(float x) {
@@ -76,9 +102,10 @@ void check_operand(const T* operand, int elements, cudasim::Where at) {
   if (threadIdx.x % 32 == 0) Engine::get().check(operand, elements * sizeof(T), {"wgmma", at});
 }
 
-// Starts x (+)= what add(sums) adds to its argument.
+// Starts x (+)= what add(sums) adds to its argument. read, weights: its operands, in shared memory and registers.
 template <bool kAdd, int n, class Add>
-void begin_product(float (&x)[n], Add add) {
+void begin_product(float (&x)[n], cudasim::Where at, std::initializer_list<const void*> read,
+                   std::pair<const float*, int> weights, Add add) {
   auto& products = Engine::get().products[cudasim::sim.self->rank];
   std::shared_ptr<std::vector<float>> sums;
   bool late = cudasim::late();
@@ -90,7 +117,11 @@ void begin_product(float (&x)[n], Add add) {
     products.push_back({x, sums, [sums, add] {
                           if (!kAdd) std::fill(sums->begin(), sums->end(), 0.0f);
                           add(sums->data());
-                        }});
+                        },
+                        {"wgmma", at},
+                        read,
+                        weights.first,
+                        {weights.first, weights.first + weights.second}});
   }
   if (!late) std::exchange(products.back().add, nullptr)();
   std::fill(x, x + n, CUDART_NAN_F);
@@ -106,6 +137,8 @@ void wait_products(Sums&...) {
       cudasim::Quiet quiet;
       products.pop_front();
     }
+    if (!std::equal(product.were.begin(), product.were.end(), product.weights, same_bits))
+      cudasim::sim.fail(product.site.str() + ": its weights have changed before it was waited for");
     if (product.add) product.add();
     const auto more = std::find_if(products.begin(), products.end(), [&](auto& x) { return x.to == product.to; });
     if (more == products.end()) std::copy(product.sums->begin(), product.sums->end(), product.to);
@@ -116,7 +149,7 @@ template <class T, int kDim, int kKeys>
 void begin_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
   check_operand(q, kRows * kDim, at);
   check_operand(k, kKeys * kDim, at);
-  begin_product<false>(x, [q, k, thread = threadIdx.x % 128](float* x) {
+  begin_product<false>(x, at, {q, k}, {}, [q, k, thread = threadIdx.x % 128](float* x) {
     for (int i = 0; i < kKeys / 2; ++i)
       for (int c = 0; c < kDim; ++c)
         x[i] += to_float(q[slab_at(Accumulator::row(thread, i), c, kRows)]) *
@@ -149,7 +182,8 @@ void begin_values(float (&o)[kDim / 2], const Weights<T, kKeys>& weights, const 
         for (int i = 0; i < kKeys / 2; ++i)
           lanes[lane]->rows->of[i / 2 % 2][Accumulator::column(from, i)] = lanes[from]->weights[i];
   });
-  begin_product<true>(o, [v, rows = mine.rows, thread = threadIdx.x % 128](float* o) {
+  const std::pair<const float*, int> own{weights.own, kKeys / 2};
+  begin_product<true>(o, at, {v}, own, [v, rows = mine.rows, thread = threadIdx.x % 128](float* o) {
     for (int i = 0; i < kDim / 2; ++i)
       for (int j = 0; j < kKeys; ++j)
         o[i] += rows->of[i / 2 % 2][j] * to_float(v[slab_at(j, Accumulator::column(thread, i), kKeys)]);
@@ -162,10 +196,27 @@ void multiply_keys(float (&x)[kKeys / 2], const T* q, const T* k, CUDASIM_AT) {
   wait_products<0>(x);
 }
 
-template <int>
-void give_registers() {}
-template <int>
-void take_registers() {}
+template <int kRegisters>
+void give_registers() {
+  cudasim::Quiet quiet;
+  Engine& engine = Engine::get();
+  int& own = engine.registers[cudasim::sim.self->rank];
+  if (kRegisters > own) cudasim::sim.fail("give_registers() of more than the thread has");
+  engine.free_registers += own - kRegisters, own = kRegisters;
+  for (cudasim::Fiber* taker : std::exchange(engine.takers, {})) cudasim::sim.make_ready(taker);
+}
+template <int kRegisters>
+void take_registers(CUDASIM_AT) {
+  cudasim::Quiet quiet;
+  Engine& engine = Engine::get();
+  int& own = engine.registers[cudasim::sim.self->rank];
+  while (engine.free_registers < kRegisters - own) {
+    engine.takers.push_back(cudasim::sim.self);
+    cudasim::sim.self->site = {"take_registers", at};
+    cudasim::sim.wait();
+  }
+  engine.free_registers -= kRegisters - own, own = kRegisters;
+}
 
 inline cudasim::Meeting& named_barrier(int id) { return Engine::get().barriers[id]; }
 inline void meet(int threads, int id, CUDASIM_AT) {
@@ -206,11 +257,23 @@ inline void barrier_settle(uint64_t* p) {
 }
 inline void barrier_init(uint64_t* p, int arrivals) {
   cudasim::Quiet quiet;
+  if (reinterpret_cast<uintptr_t>(p) % 8) cudasim::sim.fail("an mbarrier that is not 8-byte aligned");
   MBarrier::at(p) = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
+  Engine::get().raw[p] = cudasim::sim.self->rank;
 }
-inline void barriers_made() {}
+inline void barriers_made() {
+  cudasim::Quiet quiet;
+  std::erase_if(Engine::get().raw, [](const auto& x) { return x.second == cudasim::sim.self->rank; });
+}
 inline void barrier_arrive(uint64_t* p) {
   cudasim::Quiet quiet;
+  const Engine& engine = Engine::get();
+  engine.check(p);
+  for (const auto& product : engine.products[cudasim::sim.self->rank]) {
+    for (const void* operand : product.read)
+      if (const auto guard = engine.guards.find(operand); guard != engine.guards.end() && guard->second == p)
+        cudasim::sim.fail("its keys or values are released before it has waited for " + product.site.str());
+  }
   if (!MBarrier::at(p).pending) cudasim::sim.fail("more threads arrive at an mbarrier than it was made for");
   --MBarrier::at(p).pending;
   barrier_settle(p);
@@ -241,6 +304,11 @@ inline void barrier_wait(uint64_t* p, unsigned phase, CUDASIM_AT) {
     cudasim::Quiet quiet;
     return MBarrier::at(p).phase % 2 != phase;
   };
+  {
+    cudasim::Quiet quiet;
+    Engine::get().check(p);
+    Engine::get().waited[cudasim::sim.self->rank] = p;
+  }
   while (!over()) {
     land_copies(p);
     if (over()) break;
@@ -269,7 +337,12 @@ template <class T>
 void copy_box(const TensorMap& map, uint64_t* barrier, T* to, int column, int key, int head, int batch, CUDASIM_AT) {
   Engine& engine = Engine::get();
   const size_t bytes = map.keys * kSlab * sizeof(T);
-  engine.check(to, bytes, {"TMA copy", at});
+  {
+    cudasim::Quiet quiet;
+    engine.check(to, bytes, {"TMA copy", at});
+    engine.check(barrier);
+    if (const uint64_t* guard = engine.waited[cudasim::sim.self->rank]) engine.guards[to] = guard;
+  }
   std::memset(to, 0xff, bytes);
   engine.see(to, bytes);
   const auto land = [=, &engine] {

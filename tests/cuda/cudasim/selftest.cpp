@@ -199,18 +199,27 @@ __global__ void chain(unsigned* x) {  // x: a number per block, then their flags
   if (threadIdx.x == 5 && block) {
     if (kFault == 4) {
       while (!atomicAdd(flags + block - 1, 0u));
-    } else {
+    } else if (kFault < 5) {
       while (!cudasim::load_acquire(flags + block - 1));
     }
-    x[block] = x[block - 1] + 1;
   }
-  if (threadIdx.x == 5 && !block) x[0] = 1;
+  if (kFault >= 5 && block)
+    while (!__syncthreads_or(threadIdx.x == 5 && cudasim::load_acquire(flags + block - 1)));
+  if (threadIdx.x == 5) x[block] = block ? x[block - 1] + 1 : 1;
   __syncthreads();
   if (threadIdx.x != 0) return;
   if (kFault == 2)
     atomicExch(flags + block, 1u);
-  else if (kFault != 3)
+  else if (kFault != 3 && kFault != 6)
     cudasim::store_release(flags + block, 1);
+}
+__global__ void long_chain(unsigned* x) {  // x[0]: its length; x[1]: the most blocks that have been there at once
+  if (threadIdx.x) return;
+  atomicMax(x + 1, atomicAdd(x + 2, 1u) + 1);
+  const unsigned ticket = atomicAdd(x + 3, 1u);
+  while (cudasim::load_acquire(x) != ticket);
+  atomicSub(x + 2, 1u);
+  cudasim::store_release(x, ticket + 1);
 }
 // The last block adds up what all have stored: 0 and 1 are sound.
 template <int kFault>
@@ -316,7 +325,13 @@ const char* run_chain(unsigned* x, int fault) {
   if (fault == 2) RUN(chain<2>, 8, 32, 0, x);
   if (fault == 4) RUN(chain<4>, 8, 32, 0, x);
   if (fault == 3) RUN(chain<3>, 8, 32, 0, x);
+  if (fault == 5) RUN(chain<5>, 8, 32, 0, x);  // sound: barriers in the loop that waits
+  if (fault == 6) RUN(chain<6>, 8, 32, 0, x);
   RUN(chain<0>, 8, 32, 0, x);
+}
+const char* run_long_chain(unsigned* x) {
+  std::fill(x, x + 4, 0);
+  RUN(long_chain, 100, 64, 0, x);
 }
 const char* run_sum_of_blocks(int* x, int fault) {
   std::fill(x, x + 10, 0);
