@@ -1,7 +1,7 @@
 """Drive CMake, and put libkvops.so and, where nvcc is found, libkvops_cuda.so into the package. pyproject.toml holds
 the metadata, CMakeLists.txt the build.
 
-Environment: KVOPS_LEVELS=all|native, KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100", CUTLASS_DIR,
+Environment: KVOPS_LEVELS=all|native, KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100;120", CUTLASS_DIR,
 KVOPS_SANITIZE="address;undefined", KVOPS_MANYLINUX=1 (for `make wheel`), MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See
 docs/building.md.
 """
@@ -107,7 +107,7 @@ def cuda_archs() -> str:
     """Return KVOPS_CUDA_ARCHS as a CMake list; CMakeLists.txt holds the default."""
     archs = re.split(r"[;, ]+", os.environ.get("KVOPS_CUDA_ARCHS", "").strip())
     if wrong := [x for x in archs if x and not re.fullmatch(r"\d{2,3}[af]?|native", x)]:
-        sys.exit(f"kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100, or native, got {wrong[0]}")
+        sys.exit(f"kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100;120, or native, got {wrong[0]}")
     return ";".join(archs)
 
 

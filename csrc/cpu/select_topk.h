@@ -1,14 +1,14 @@
 // Selects the slots to keep, on the CPU: exact, ascending, ties to the lower slot.
 //
 // Scores become unsigned keys of the same order (-0.0 equals 0.0, NaN is lowest). To find the k-th largest of a row:
-//   1. Find its finite minimum and maximum.
-//   2. Build a histogram over kBins equal steps between them; the k-th largest lies in one bin. (Bins by the key's bits
-//      would be too uneven, because scores crowd into few exponents. Equal steps spread them, and since the mapping is
-//      monotone, no score lands on the wrong side.)
-//   3. Collect the keys of that bin, usually a handful. A radix select on them finds the threshold, and how many keys
-//      equal to it are kept.
+//   1. Guess two keys that it probably lies between, from a sample of the row (Floyd and Rivest, Communications of the
+//      ACM 18(3), 1975).
+//   2. In one pass, count the keys above both and collect those between: a tenth to a quarter of the row. If the k-th
+//      largest is not among them, repeat this with a bound that has it among them.
+//   3. Narrow those down likewise, until they are few. Counting gives the threshold, and how many keys equal to it are
+//      kept.
 //   4. One pass writes the slots above the threshold and the first of the equal ones, in ascending order.
-// So each score is read four times, three of them from the cache.
+// So each score is read twice, the second time from the cache. The guess decides the time alone, not the result.
 //
 // Work is split over rows and segments. A single long row is cut into chunks that go through the steps together.
 #include "../dispatch.h"
@@ -18,9 +18,9 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-constexpr int kBins = 2048;
-constexpr int64_t kChunkFloats = kBins + 32;  // scratch: a histogram and its bookkeeping
-constexpr int64_t kShort = 256;               // rows up to this length go straight to the radix select
+constexpr int kFew = 256;             // keys to find the threshold among by counting
+constexpr int kSample = 256;          // keys at most
+constexpr int64_t kChunkFloats = 32;  // scratch for the bookkeeping of a chunk
 
 inline uint32_t lane_bits(I mask) {
 #if defined(__AVX512F__)
@@ -45,86 +45,123 @@ inline void for_scores(const float* scores, int64_t first, int64_t last, const F
   if (i < last) fn(i, load_first(scores + i, last - i, __builtin_nanf("")), (1u << (last - i)) - 1);
 }
 
+// Appends the keys of these lanes.
+inline uint32_t* append_keys(uint32_t* out, U keys, uint32_t lanes) {
+  const int count = __builtin_popcount(lanes);
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_epi32(out, static_cast<__mmask16>((1u << count) - 1),
+                           _mm512_maskz_compress_epi32(static_cast<__mmask16>(lanes), (__m512i)keys));
+#else
+  for (int i = 0; lanes; lanes &= lanes - 1) out[i++] = keys[__builtin_ctz(lanes)];
+#endif
+  return out + count;
+}
+
+// Keys from low to high.
+struct Band {
+  uint32_t low = 0, high = ~0u;
+};
+
 // A part of a row, and the state of the steps above.
 struct Chunk {
   int64_t first, last;
-  float lo, hi;
-  uint32_t* histogram;  // [kBins]
-  uint32_t* keys;       // [last - first]: the keys in the bin that holds the threshold
-  int64_t picked;
-  int64_t above, equal;  // slots with a key above the threshold, and equal to it
+  uint32_t* keys;                // [last - first]: those in the band
+  int64_t over = 0, picked = 0;  // keys above the band, and in it
+  int64_t above = 0, equal = 0;  // slots with a key above the threshold, and equal to it
 };
 
-inline void find_range(const float* scores, Chunk& chunk) {
-  F low = splat(__builtin_inff()), high = splat(-__builtin_inff());
-  for_scores(scores, chunk.first, chunk.last, [&](int64_t, F x, uint32_t) {
-    const I finite = x - x == 0.0f;
-    low = min(low, finite ? x : low);
-    high = max(high, finite ? x : high);
-  });
-  chunk.lo = low[0];
-  chunk.hi = high[0];
-  for (int i = 1; i < VL; ++i) {
-    chunk.lo = low[i] < chunk.lo ? low[i] : chunk.lo;
-    chunk.hi = high[i] > chunk.hi ? high[i] : chunk.hi;
-  }
-}
-
-// Equal steps from lo to hi. Infinite and far values are clamped and NaN goes to bin 0, which keeps the mapping
-// monotone.
-struct Binning {
-  float lo, scale;
-  I operator()(F x) const {
-    const F step = (x - lo) * scale;
-    return __builtin_convertvector(step > 0.0f ? min(step, splat(kBins - 1)) : F{}, I);
-  }
-};
-
-inline void count_bins(const float* scores, const Chunk& chunk, Binning binning) {
-  uint32_t second[kBins];  // alternating between two histograms: an increment need not wait for the previous one
-  memset(chunk.histogram, 0, sizeof(second));
-  memset(second, 0, sizeof(second));
+inline void pick_keys(const float* scores, Chunk& chunk, Band band) {
+  uint32_t* out = chunk.keys;
+  chunk.over = 0;
   for_scores(scores, chunk.first, chunk.last, [&](int64_t, F x, uint32_t live) {
-    const I bins = binning(x);
-    int32_t bin[VL];
-    memcpy(bin, &bins, VB);
-    if (__builtin_expect(live + 1 == (VL == 32 ? 0u : 1u << VL), 1)) {
-      for (int i = 0; i < VL; i += 2) {
-        ++chunk.histogram[bin[i]];
-        ++second[bin[i + 1]];
-      }
-    } else {
-      for (; live; live &= live - 1) ++second[bin[__builtin_ctz(live)]];
-    }
-  });
-  for (int i = 0; i < kBins; ++i) chunk.histogram[i] += second[i];
-}
-
-inline void pick_bin(const float* scores, Chunk& chunk, Binning binning, int32_t bin) {
-  chunk.picked = 0;
-  for_scores(scores, chunk.first, chunk.last, [&](int64_t, F x, uint32_t live) {
-    uint32_t hits = lane_bits(binning(x) == bin) & live;
-    if (!hits) return;
     const U keys = order_key(x);
-    uint32_t key[VL];
-    memcpy(key, &keys, VB);
-    for (; hits; hits &= hits - 1) chunk.keys[chunk.picked++] = key[__builtin_ctz(hits)];
+    chunk.over += __builtin_popcount(lane_bits(keys > band.high) & live);
+    out = append_keys(out, keys, lane_bits((keys >= band.low) & (keys <= band.high)) & live);
   });
-}
-
-inline void pick_all(const float* scores, Chunk& chunk) {
-  chunk.picked = chunk.last - chunk.first;
-  for_scores(scores, chunk.first, chunk.last, [&](int64_t i, F x, uint32_t) {
-    const U keys = order_key(x);
-    const int64_t rest = chunk.last - i;
-    memcpy(chunk.keys + (i - chunk.first), &keys, 4 * (rest < VL ? rest : VL));
-  });
+  chunk.picked = out - chunk.keys;
 }
 
 struct Threshold {
   uint32_t key;
   int64_t equal;  // how many of the keys equal to it are kept
 };
+
+// The rank-th largest (from 1) of a few keys: the one with fewer than `rank` keys above it and enough equal to it. Keys
+// that an earlier one has ruled out need no counting. Writes zeros, the lowest key, up to a multiple of VL.
+inline Threshold count_select(uint32_t* keys, int64_t count, int64_t rank) {
+  for (int64_t i = count; i % VL; ++i) keys[i] = 0;
+  uint64_t low = 0, high = uint64_t{1} << 32;  // low <= threshold < high
+  for (int64_t i = 0;; ++i) {
+    if (keys[i] < low || keys[i] >= high) continue;
+    int64_t above = 0, equal = 0;
+    for (int64_t j = 0; j < count; j += VL) {
+      U others;
+      memcpy(&others, keys + j, VB);
+      above += __builtin_popcount(lane_bits(others > keys[i]));
+      equal += __builtin_popcount(lane_bits(others == keys[i]));
+    }
+    if (above >= rank)
+      low = uint64_t{keys[i]} + 1;
+    else if (above + equal < rank)
+      high = keys[i];
+    else
+      return {keys[i], rank - above};
+  }
+}
+
+inline void to_keys(float* scores, int64_t count) {  // a multiple of VL, in place
+  for (int64_t i = 0; i < count; i += VL) {
+    const U keys = order_key(load(scores + i));
+    memcpy(scores + i, &keys, VB);
+  }
+}
+inline void to_keys(uint32_t*, int64_t) {}
+
+// A band that probably contains the rank-th largest of n scores or keys.
+template <class T>
+inline Band guess_band(const T* from, int64_t n, int64_t rank) {
+  const int64_t m = n >= 32768 ? kSample : n >= 4096 ? kSample / 2 : kSample / 4;
+  T sample[kSample];
+  for (int64_t i = 0; i < m; ++i)  // steps of the golden ratio: even, and out of step with any period
+    sample[i] = from[uint64_t{static_cast<uint32_t>(i) * 2654435769u} * static_cast<uint64_t>(n) >> 32];
+  to_keys(sample, m);
+  uint32_t keys[kSample];
+  memcpy(keys, sample, 4 * m);
+  // About m rank / n of the sample are at least as large, with a standard deviation of sqrt(m rank / n (1 - rank / n)).
+  const float share = static_cast<float>(rank) / static_cast<float>(n), at = share * static_cast<float>(m);
+  const float margin = 2.5f * __builtin_sqrtf(at * (1 - share)) + 1;
+  Band band;
+  if (at > margin) band.high = count_select(keys, m, static_cast<int64_t>(at - margin) + 1).key;
+  if (at + margin < static_cast<float>(m)) band.low = count_select(keys, m, static_cast<int64_t>(at + margin) + 1).key;
+  return band;
+}
+
+// Corrects a band that `over` of the keys are above and `inside` are in, if the rank-th largest is not in it. Returns
+// whether it had to.
+inline bool corrected(Band& band, int64_t over, int64_t inside, int64_t rank) {
+  if (over < rank && rank <= over + inside) return false;
+  band = over < rank ? Band{0, band.low - 1} : Band{band.high + 1, ~0u};
+  return true;
+}
+
+// Keeps those of `count` keys that are in the band, in their order. Returns how many.
+inline int64_t keep_band(uint32_t* keys, int64_t count, Band band) {
+  uint32_t* out = keys;
+  int64_t i = 0;
+  for (; i + VL <= count; i += VL) {
+    U x;
+    memcpy(&x, keys + i, VB);
+    out = append_keys(out, x, lane_bits((x >= band.low) & (x <= band.high)));
+  }
+  for (; i < count; ++i)
+    if (const uint32_t x = keys[i]; band.low <= x && x <= band.high) *out++ = x;
+  return out - keys;
+}
+inline int64_t count_over(const uint32_t* keys, int64_t count, uint32_t high) {
+  int64_t over = 0;
+  for (int64_t i = 0; i < count; ++i) over += keys[i] > high;
+  return over;
+}
 
 // The rank-th largest (from 1) of `count` keys. Reorders the keys.
 inline Threshold radix_select(uint32_t* keys, int64_t count, int64_t rank) {
@@ -143,6 +180,28 @@ inline Threshold radix_select(uint32_t* keys, int64_t count, int64_t rank) {
     count = inside;
   }
   return {};
+}
+
+// The same, narrowing the keys down first.
+inline Threshold select_key(uint32_t* keys, int64_t count, int64_t rank) {
+  for (int rounds = 0; count > kFew; ++rounds) {
+    if (rounds == 8) return radix_select(keys, count, rank);  // no sample helps
+    Band band = guess_band(keys, count, rank);
+    int64_t over = count_over(keys, count, band.high);
+    const int64_t from_low = band.low ? count_over(keys, count, band.low - 1) : count;  // the band and above
+    if (corrected(band, over, from_low - over, rank)) over = over < rank ? from_low : 0;
+    if (band.low == band.high) return {band.low, rank - over};
+    if (over == 0 && from_low == count) {  // it has them all: of many equal ones, perhaps. Cut off one of its ends.
+      uint32_t& end = band.low ? band.low : band.high;
+      const int64_t above = count_over(keys, count, end), equal = count_over(keys, count, end - 1) - above;
+      if (above < rank && rank <= above + equal) return {end, rank - above};
+      end += band.low ? 1 : -1;
+      over = band.low ? 0 : equal;
+    }
+    count = keep_band(keys, count, band);
+    rank -= over;
+  }
+  return count_select(keys, count, rank);
 }
 
 inline void count_above(const float* scores, Chunk& chunk, uint32_t threshold) {
@@ -178,7 +237,12 @@ inline void write_kept(const float* scores, const Chunk& chunk, uint32_t thresho
     const U keys = order_key(x);
     uint32_t kept = lane_bits(keys > threshold) & live;
     uint32_t ties = lane_bits(keys == threshold) & live;
-    for (; ties && equal > 0; ties &= ties - 1, --equal) kept |= ties & -ties;
+    if (const int count = __builtin_popcount(ties); count <= equal) {
+      kept |= ties;
+      equal -= count;
+    } else {
+      for (; equal > 0; ties &= ties - 1, --equal) kept |= ties & -ties;
+    }
     if (kept) out = append(out, base + i, kept);
   });
 }
@@ -188,46 +252,29 @@ inline void write_range(int64_t* out, int64_t first, int64_t count) {
 }
 
 // Writes base + the k best of n scores to `out`, ascending, working in `chunks` parts. scratch: kChunkFloats per chunk,
-// then n. run(fn) calls fn(chunk index) for all chunks.
+// then n, in whole vectors. run(fn) calls fn(chunk index) for all chunks.
 template <class Run>
 void select_best(const float* scores, int64_t n, int64_t k, int64_t base, int64_t* out, int64_t chunks, float* scratch,
                  const Run& run) {
   if (k <= 0) return;
   if (k >= n) return write_range(out, base, n);
   Chunk* parts = reinterpret_cast<Chunk*>(scratch);
-  uint32_t* histograms = reinterpret_cast<uint32_t*>(scratch + chunks * (sizeof(Chunk) / 4));
-  uint32_t* keys = histograms + chunks * kBins;
+  uint32_t* keys = reinterpret_cast<uint32_t*>(scratch + chunks * kChunkFloats);
   for (int64_t c = 0; c < chunks; ++c) {
     const Share part = share(n, c, chunks);
-    parts[c] = {part.first, part.last, 0, 0, histograms + c * kBins, keys + part.first, 0, 0, 0};
+    parts[c] = {part.first, part.last, keys + part.first};
   }
-  int64_t rank = k;
-  if (n <= kShort && chunks == 1) {
-    pick_all(scores, parts[0]);
-  } else {
-    run([&](int64_t c) { find_range(scores, parts[c]); });
-    float lo = parts[0].lo, hi = parts[0].hi;
-    for (int64_t c = 1; c < chunks; ++c) {
-      lo = parts[c].lo < lo ? parts[c].lo : lo;
-      hi = parts[c].hi > hi ? parts[c].hi : hi;
-    }
-    const Binning binning = lo < hi ? Binning{lo, kBins / (hi - lo)} : Binning{0.0f, 0.0f};
-    run([&](int64_t c) { count_bins(scores, parts[c], binning); });
-    int32_t bin = kBins;
-    for (int64_t inside = 0;; rank -= inside) {
-      --bin;
-      inside = 0;
-      for (int64_t c = 0; c < chunks; ++c) inside += parts[c].histogram[bin];
-      if (inside >= rank) break;
-    }
-    run([&](int64_t c) { pick_bin(scores, parts[c], binning, bin); });
-  }
-  int64_t picked = parts[0].picked;
-  for (int64_t c = 1; c < chunks; ++c) {
-    memmove(keys + picked, parts[c].keys, 4 * parts[c].picked);
-    picked += parts[c].picked;
-  }
-  const Threshold threshold = radix_select(keys, picked, rank);
+  Band band;
+  if (n > kFew) band = guess_band(scores, n, k);
+  int64_t over, picked;
+  do {
+    run([&](int64_t c) { pick_keys(scores, parts[c], band); });
+    over = picked = 0;
+    for (int64_t c = 0; c < chunks; ++c) over += parts[c].over, picked += parts[c].picked;
+  } while (corrected(band, over, picked, k));
+  for (int64_t c = 1, to = parts[0].picked; c < chunks; to += parts[c++].picked)
+    memmove(keys + to, parts[c].keys, 4 * parts[c].picked);
+  const Threshold threshold = select_key(keys, picked, k - over);
   if (chunks == 1) return write_kept(scores, parts[0], threshold.key, threshold.equal, base, out);
   run([&](int64_t c) { count_above(scores, parts[c], threshold.key); });
   run([&](int64_t c) {

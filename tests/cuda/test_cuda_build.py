@@ -553,7 +553,7 @@ def test_architectures_of_the_gpus(given, built, tmp_path, setup_py):
 @pytest.mark.full
 @needs_source
 @needs_library
-@pytest.mark.parametrize("archs, built", [("", ["80", "90a", "100"]), ("90a", ["90a"]), ("80;90", ["80", "90"])])
+@pytest.mark.parametrize("archs, built", [("", ["80", "90a", "100", "120"]), ("90a", ["90a"]), ("80;90", ["80", "90"])])
 def test_architectures(archs, built, tmp_path, setup_py):
     path, version = setup_py.find_nvcc()
     if not archs and setup_py.older(version, "12.8"):
@@ -575,7 +575,7 @@ def test_architectures(archs, built, tmp_path, setup_py):
         (
             "KVOPS_CUDA_ARCHS",
             "90a;hopper",
-            "kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100, or native, got hopper",
+            "kvops: KVOPS_CUDA_ARCHS must be architectures such as 80;90a;100;120, or native, got hopper",
         ),
     ],
 )

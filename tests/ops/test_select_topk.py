@@ -26,6 +26,39 @@ def check(scores, k, sinks=0, window=0, seq_len=None, **options):
     return actual
 
 
+GOLDEN = 2654435769  # the CPU kernel samples a row in steps of GOLDEN / 2**32 of its length
+
+
+@kit.only("cpu")
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("n", [257, 1000, 5000, 40_000])
+def test_rows_that_a_sample_misjudges(n, count):
+    """Few values, long ties, periods, outliers, and rows in which exactly the sampled slots are high or low."""
+    x, slots = kit.randn(n), torch.arange(n)
+    sampled = torch.zeros(n, dtype=torch.bool)
+    sampled[[(i * GOLDEN % 2**32) * n >> 32 for i in range(256)]] = True
+    rows = [
+        torch.ones(n),
+        (x > 0).float(),
+        x.relu(),
+        (3 * x).round(),
+        slots.float(),
+        -slots.float(),
+        (slots % 64).float(),
+        torch.where(slots % 97 == 5, 1e30, x),
+        torch.where(x > 0, x, NAN),
+        torch.where(x > 0, INF, -INF),
+        torch.where(sampled, 100 + x, x),
+        torch.where(sampled, x - 100, x),
+        torch.where(sampled, 1.0, 0.0),
+        torch.where(sampled, 5.0, x),
+    ]
+    scores = torch.stack(rows)[:, None]
+    with kit.threads(count):
+        for k in {1, 2, 60, 255, 256, 257, n // 4, n // 2, n - 300, n - 2, n - 1}:
+            check(scores, max(k, 0))
+
+
 @given(
     kind=st.sampled_from(kit.SCORES),
     n=st.integers(1, 700),
