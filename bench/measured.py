@@ -33,6 +33,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- laq cost -->`: bench/experiments/laq_cost.py. `<!-- fp8 rows -->`: fp8_rows.py.
 - `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
 - `<!-- decode peers -->`: bench/peers/decode_attention.py.
+- `<!-- topk peers -->`: bench/peers/select_topk.py.
 - `<!-- vllm attention -->`, `<!-- vllm engines -->`: bench/experiments/vllm_attention.py, layers of 32 query
   heads, and whole engines.
 - `<!-- end-to-end -->`, `<!-- end-to-end blocks -->`: bench/experiments/end_to_end.py, prompts in chunks and in small
@@ -49,6 +50,7 @@ import statistics
 import sys
 from collections.abc import Collection, Iterable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean
 
@@ -562,6 +564,19 @@ def decode_peers_table() -> str:
     return markdown(lines)
 
 
+def topk_peers_table() -> str:
+    """Return a row per number of tokens: the others' CPU times as multiples of select_topk's, over the kinds and k."""
+    rows = load("topk-peers")["cells"]
+    names = [x for x in rows[0]["seconds"] if x != "kvops"]
+    lines = [["tokens", "kvops, us", *names], ["---"] * (2 + len(names))]
+    for n in dict.fromkeys(x["tokens"] for x in rows):
+        cells = [x["seconds"] for x in rows if x["tokens"] == n]
+        own = [f"{1e6 * x['kvops']:.0f}" for x in sorted(cells, key=itemgetter("kvops"))]
+        ratios = {name: sorted(x[name] / x["kvops"] for x in cells) for name in names}
+        lines.append([number(n), f"{own[0]}–{own[-1]}", *(f"{x[0]:.1f}–{x[-1]:.1f} x" for x in ratios.values())])
+    return markdown(lines)
+
+
 def vllm_attention_table() -> str:
     """Return a row per kind of step: kvops' CPU time as a fraction of vLLM's, and the bytes that decode reads."""
     rows = load("vllm-attention")["layers"]
@@ -700,6 +715,7 @@ TABLES = {
     "fp8": fp8_table,
     "prefixes": prefixes_table,
     "decode peers": decode_peers_table,
+    "topk peers": topk_peers_table,
     "vllm attention": vllm_attention_table,
     "vllm engines": vllm_engines_table,
 }

@@ -12,7 +12,9 @@ WRONG_RESULT = "^E +(AssertionError|assert )"
 HOPPER_PRODUCT = "multiply_keys<T, kDim, kKeys>(x, q + tile * kRows * kDim, k + ring.stage * kKeys * kDim);"
 HOPPER_RELEASE = "if (tile == tiles - 1) ring.release();"
 TICKET = "if (threadIdx.x == 0) ticket = atomicAdd(memory.next, 1u);"
-NEVER_ENDS = r"deadlock: load_acquire at \S+in_place.cuh:\d+, \d+ times, and nothing changes; a block waits for one that"
+NEVER_ENDS = (
+    r"deadlock: load_acquire at \S+in_place.cuh:\d+, \d+ times, and nothing changes; a block waits for one that"
+)
 
 
 class Fault(NamedTuple):

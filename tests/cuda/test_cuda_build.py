@@ -123,6 +123,23 @@ def code():
     return sass.functions(resources.disassembly(LIBRARY, sass.ARCH))
 
 
+@needs_library
+@needs_report
+def test_hopper_kernels_take_the_registers_that_others_give(code):
+    """setmaxnreg would wait for ever if the two consumer warpgroups wanted more than the third has left to them."""
+    exchanged = {}
+    for x in resources.kernels(LIBRARY):
+        changes = [i for i in code.get((x.name, x.instance), ()) if i.op.startswith("USETMAXREG")]
+        if x.arch == sass.ARCH and changes:
+            takes, gives = (
+                [int(i.operands.split()[-1], 16) for i in changes if kind in i.op] for kind in ("_ALLOC", "DE")
+            )
+            exchanged[x.name, x.instance] = takes, gives
+            each = -(-x.registers // 8) * 8  # at the launch
+            assert len(takes) == len(gives) == 1 and 2 * (takes[0] - each) <= each - gives[0], (x, takes, gives)
+    assert {name for name, _ in exchanged} == {"window_pass_sm90_kernel"} or not CUDA["sm90"]["built"]
+
+
 # Instructions of a kernel's hot loop per load of 16 bytes, or per HGMMA, for bf16 and head_dim 128: those of the whole
 # loop, and those of its shortest path. The limits are about 5 % above the code of nvcc 13.0. `tests/cuda/sass.py` with
 # the name of a kernel shows the loops.

@@ -218,7 +218,9 @@ def test_flags_between_blocks(build, monkeypatch, seed):
     for fault in (0, 2, 5):  # 2: atomicExch in place of store_release(), which only the race detector sees as a fault
         x, said = run(build("plain"), "chain", fault)
         assert not said and x[:8] == list(range(1, 9))
-    never = r"block \(\d,0,0\), warp 0, thread \(5,0,0\): deadlock: load_acquire at \S+:\d+, \d+ times, and nothing changes"
+    never = (
+        r"block \(\d,0,0\), warp 0, thread \(5,0,0\): deadlock: load_acquire at \S+:\d+, \d+ times, and nothing changes"
+    )
     if seed == "0":  # the last block's number is in the first
         said = run(build("plain"), "chain", 1)[1]
         assert re.search(f"{never}; a block waits for one that has not started", said)

@@ -1,4 +1,4 @@
-"""bench/peers: decode_attention.py; kvpress_eval.py, with kvpress if it is installed, else with a stand-in for it."""
+"""bench/peers: decode_attention.py; select_topk.py; kvpress_eval.py, with kvpress or a stand-in for it."""
 
 from __future__ import annotations
 
@@ -241,3 +241,28 @@ def test_decode_attention_of_what_is_installed(tmp_path):
     (cell,) = json.loads(file.read_text())["cells"]
     assert {"kvops", "sdpa", "sdpa, rows", "flex"} <= {x for x, y in cell["seconds"].items() if y and y > 0}
     assert cell["bytes"] == 2 * 8 * 70 * 128 * 4 and max(cell["errors"].values()) < 1e-4
+
+
+TOPK = ROOT / "bench/peers/select_topk.py"
+
+
+@pytest.mark.full
+def test_selection_in_turns(tmp_path):
+    file = tmp_path / "x.json"
+    options = ("--tokens", "300", "--rounds", "1", "--json", str(file))
+    done = subprocess.run([sys.executable, str(TOPK), *options], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(file.read_text())["cells"]
+    assert [(x["kind"], x["k"]) for x in cells] == [
+        (kind, k) for kind in ("normal", "bf16", "half zero") for k in (150, 75, 18)
+    ]
+    assert all(0 < x < 1 for cell in cells for x in cell["seconds"].values())
+
+
+def test_selections_that_differ_are_refused(monkeypatch):
+    spec = importlib.util.spec_from_file_location("peers_select_topk", TOPK)
+    peers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(peers)
+    monkeypatch.setattr(peers, "argpartition", lambda scores, k: np.argpartition(scores, k, axis=-1)[..., :k])
+    with pytest.raises(RuntimeError, match="normal, 64 tokens, k 16: they keep different scores"):
+        peers.measure("normal", 64, 4, 1)

@@ -13,8 +13,9 @@
 // Where CUDA's behaviour is undefined, the simulator throws an Error: a barrier or collective that not every thread
 // reaches, or that threads reach at different lines; a shuffle from a lane that does not take part; access to the
 // shared memory of a block that may not have started or may have ended; a flag that is loaded again and again while
-// nothing changes, as by a block that waits for one that has not started; and an impossible launch, such as one with more than 48 KiB of static and dynamic shared memory that has not
-// opted in. Shared memory is filled with 0xff (NaN, or -1) before each block.
+// nothing changes, as by a block that waits for one that has not started; and an impossible launch, such as one with
+// more than 48 KiB of static and dynamic shared memory that has not opted in. Shared memory is filled with 0xff (NaN,
+// or -1) before each block.
 //
 // Sanitizers see the kernel's memory as usual. For -fsanitize=thread every CUDA thread is a thread, and only barriers,
 // fences and flags order memory, as in CUDA, so it finds races between neighbouring blocks, too. Objects compiled with
@@ -192,7 +193,7 @@ struct Fiber {    // one CUDA thread, or the host's launch
   uint3 tid{};
   unsigned rank = 0;
   enum { Ready, Waiting, Done } state = Ready;
-  Site site;               // where it waits, or last did
+  Site site;  // where it waits, or last did
   bool starved = false;
   uint64_t polled = 0;     // Sim::changes when it last loaded a flag
   unsigned polls = 0;      // such loads since then
@@ -288,7 +289,7 @@ struct Quiet {  // during its lifetime, the race detector ignores the current fi
 struct Sim {
   static constexpr size_t stack_bytes = 256 << 10;
   static constexpr uint64_t kCrowd = 48, kMostThreads = 16384;  // at once; each thread's stack takes two mappings
-  static constexpr unsigned kPolls = 1 << 16;  // a thread's loads of flags while nothing changes
+  static constexpr unsigned kPolls = 1 << 16;                   // a thread's loads of flags while nothing changes
   unsigned long seed = 0;
   Random random;
   Kernel* kernel = nullptr;

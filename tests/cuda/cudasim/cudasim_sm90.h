@@ -74,8 +74,7 @@ struct Engine {
   void check(const void* operand, size_t bytes, const cudasim::Site& site) const {
     cudasim::Quiet quiet;
     const unsigned char* const begin = static_cast<const unsigned char*>(operand);
-    if (reinterpret_cast<uintptr_t>(begin) % 1024)
-      cudasim::sim.fail(site.str() + ": not at a multiple of 1024 bytes");
+    if (reinterpret_cast<uintptr_t>(begin) % 1024) cudasim::sim.fail(site.str() + ": not at a multiple of 1024 bytes");
     if (begin < shared || begin + bytes > shared + seen.size())
       cudasim::sim.fail(site.str() + ": not in dynamic shared memory");
     if (std::memcmp(begin, seen.data() + (begin - shared), bytes))
@@ -114,7 +113,9 @@ void begin_product(float (&x)[n], cudasim::Where at, std::initializer_list<const
     for (const auto& other : products)
       if (other.to == x) sums = other.sums, late |= other.add != nullptr;  // keep their order
     if (!sums) sums = std::make_shared<std::vector<float>>(x, x + n);
-    products.push_back({x, sums, [sums, add] {
+    products.push_back({x,
+                        sums,
+                        [sums, add] {
                           if (!kAdd) std::fill(sums->begin(), sums->end(), 0.0f);
                           add(sums->data());
                         },
