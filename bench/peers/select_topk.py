@@ -2,7 +2,7 @@
 
     python bench/peers/select_topk.py [--json FILE]
 
-All run in turns on the same scores, and the medians of their CPU times are compared: these do not depend on other work
+All run in turns on the same scores, and the medians of their CPU times are compared: these depend little on other work
 on the machine. select_topk's slots ascend, and of equal scores it keeps the lower slots; numpy's are in no order and
 torch's are by score, so "+ sort" sorts them.
 """

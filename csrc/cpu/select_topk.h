@@ -3,12 +3,13 @@
 // Scores become unsigned keys of the same order (-0.0 equals 0.0, NaN is lowest). To find the k-th largest of a row:
 //   1. Guess two keys that it probably lies between, from a sample of the row (Floyd and Rivest, Communications of the
 //      ACM 18(3), 1975).
-//   2. In one pass, count the keys above both and collect those between: a tenth to a quarter of the row. If the k-th
-//      largest is not among them, repeat this with a bound that has it among them.
+//   2. In one pass, count the keys above both and collect those between: a tenth to a third of the row. If the k-th
+//      largest is not among them, repeat this with bounds that have it among them.
 //   3. Narrow those down likewise, until they are few. Counting gives the threshold, and how many keys equal to it are
 //      kept.
 //   4. One pass writes the slots above the threshold and the first of the equal ones, in ascending order.
-// So each score is read twice, the second time from the cache. The guess decides the time alone, not the result.
+// So each score is read twice, the second time from the cache; if threads share a row, three times. The guess decides
+// the time alone, not the result.
 //
 // Work is split over rows and segments. A single long row is cut into chunks that go through the steps together.
 #include "../dispatch.h"
@@ -69,15 +70,17 @@ struct Chunk {
   int64_t over = 0, picked = 0;  // keys above the band, and in it
   int64_t above = 0, equal = 0;  // slots with a key above the threshold, and equal to it
 };
+static_assert(sizeof(Chunk) <= 4 * kChunkFloats);
 
 inline void pick_keys(const float* scores, Chunk& chunk, Band band) {
   uint32_t* out = chunk.keys;
-  chunk.over = 0;
+  int64_t over = 0;
   for_scores(scores, chunk.first, chunk.last, [&](int64_t, F x, uint32_t live) {
     const U keys = order_key(x);
-    chunk.over += __builtin_popcount(lane_bits(keys > band.high) & live);
+    over += __builtin_popcount(lane_bits(keys > band.high) & live);
     out = append_keys(out, keys, lane_bits((keys >= band.low) & (keys <= band.high)) & live);
   });
+  chunk.over = over;
   chunk.picked = out - chunk.keys;
 }
 
@@ -192,11 +195,12 @@ inline Threshold select_key(uint32_t* keys, int64_t count, int64_t rank) {
     if (corrected(band, over, from_low - over, rank)) over = over < rank ? from_low : 0;
     if (band.low == band.high) return {band.low, rank - over};
     if (over == 0 && from_low == count) {  // it has them all: of many equal ones, perhaps. Cut off one of its ends.
-      uint32_t& end = band.low ? band.low : band.high;
-      const int64_t above = count_over(keys, count, end), equal = count_over(keys, count, end - 1) - above;
-      if (above < rank && rank <= above + equal) return {end, rank - above};
-      end += band.low ? 1 : -1;
-      over = band.low ? 0 : equal;
+      const bool lower = band.low || band.high == ~0u;
+      const uint32_t end = lower ? band.low : band.high;
+      const int64_t above = count_over(keys, count, end), from = end ? count_over(keys, count, end - 1) : count;
+      if (above < rank && rank <= from) return {end, rank - above};
+      over = lower ? 0 : from - above;
+      band = lower ? Band{end + 1, band.high} : Band{band.low, end - 1};
     }
     count = keep_band(keys, count, band);
     rank -= over;

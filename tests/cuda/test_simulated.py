@@ -81,7 +81,7 @@ RUNS = {
     "order 1": ("plain", 1, [*OPERATORS_TESTS, "-k", f"not opcheck and not ({SLOW} or {ALIKE})"]),
     # Kernels whose blocks communicate, in memory as weak as CUDA's.
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
-    # The same with 48 blocks at once, some of them starved.
+    # The same tests in plain memory, with 48 blocks at once, some of them starved.
     "crowd": ("plain", 5, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     "methods": (
         "plain",

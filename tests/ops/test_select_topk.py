@@ -30,13 +30,13 @@ GOLDEN = 2654435769  # the CPU kernel samples a row in steps of GOLDEN / 2**32 o
 
 
 @kit.only("cpu")
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("n", [257, 1000, 5000, 40_000])
-def test_rows_that_a_sample_misjudges(n, count):
-    """Few values, long ties, periods, outliers, and rows in which exactly the sampled slots are high or low."""
+def test_rows_that_a_sample_misjudges(n):
+    """Few values, long ties, periods, outliers, and rows in which exactly the sampled slots are high or low. Also with
+    threads that share a row."""
     x, slots = kit.randn(n), torch.arange(n)
     sampled = torch.zeros(n, dtype=torch.bool)
-    sampled[[(i * GOLDEN % 2**32) * n >> 32 for i in range(256)]] = True
+    sampled[[(i * GOLDEN % 2**32) * n >> 32 for i in range(256 if n >= 32768 else 128 if n >= 4096 else 64)]] = True
     rows = [
         torch.ones(n),
         (x > 0).float(),
@@ -47,6 +47,7 @@ def test_rows_that_a_sample_misjudges(n, count):
         (slots % 64).float(),
         torch.where(slots % 97 == 5, 1e30, x),
         torch.where(x > 0, x, NAN),
+        torch.where(x > 1.7, x, NAN),  # one in 22
         torch.where(x > 0, INF, -INF),
         torch.where(sampled, 100 + x, x),
         torch.where(sampled, x - 100, x),
@@ -54,9 +55,11 @@ def test_rows_that_a_sample_misjudges(n, count):
         torch.where(sampled, 5.0, x),
     ]
     scores = torch.stack(rows)[:, None]
-    with kit.threads(count):
-        for k in {1, 2, 60, 255, 256, 257, n // 4, n // 2, n - 300, n - 2, n - 1}:
-            check(scores, max(k, 0))
+    for k in {1, 2, 60, 255, 256, 257, n // 4, n // 2, max(n - 300, 0), n - 2, n - 1}:
+        kept = check(scores, k)
+        for row, its in zip(scores[:, None], kept[:, None]) if n == 40_000 else ():
+            with kit.threads(3):
+                assert torch.equal(ops.select_topk(row, k=k), its)
 
 
 @given(

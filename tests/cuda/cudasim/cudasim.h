@@ -12,10 +12,10 @@
 // CUDASIM_DRY=FILE runs no kernel, but appends each launch's grid, block, dynamic shared memory and cluster to FILE.
 // Where CUDA's behaviour is undefined, the simulator throws an Error: a barrier or collective that not every thread
 // reaches, or that threads reach at different lines; a shuffle from a lane that does not take part; access to the
-// shared memory of a block that may not have started or may have ended; a flag that is loaded again and again while
-// nothing changes, as by a block that waits for one that has not started; and an impossible launch, such as one with
-// more than 48 KiB of static and dynamic shared memory that has not opted in. Shared memory is filled with 0xff (NaN,
-// or -1) before each block.
+// shared memory of a block that may not have started or may have ended; a flag that a thread loads again and again
+// while nothing changes, as when its block waits for one that has not started; and an impossible launch, such as one
+// with more than 48 KiB of static and dynamic shared memory that has not opted in. Shared memory is filled with 0xff
+// (NaN, or -1) before each block.
 //
 // Sanitizers see the kernel's memory as usual. For -fsanitize=thread every CUDA thread is a thread, and only barriers,
 // fences and flags order memory, as in CUDA, so it finds races between neighbouring blocks, too. Objects compiled with
@@ -288,8 +288,13 @@ struct Quiet {  // during its lifetime, the race detector ignores the current fi
 // ---- The scheduler -------------------------------------------------------------------------------------------------
 struct Sim {
   static constexpr size_t stack_bytes = 256 << 10;
-  static constexpr uint64_t kCrowd = 48, kMostThreads = 16384;  // at once; each thread's stack takes two mappings
-  static constexpr unsigned kPolls = 1 << 16;                   // a thread's loads of flags while nothing changes
+  static constexpr uint64_t kCrowd = 48;  // blocks at once
+#ifdef __SANITIZE_THREAD__
+  static constexpr uint64_t kMostThreads = 4096;  // it has a limit
+#else
+  static constexpr uint64_t kMostThreads = 12288;  // the stack of each takes two mappings
+#endif
+  static constexpr unsigned kPolls = 1 << 16;  // a thread's loads of flags while nothing changes
   unsigned long seed = 0;
   Random random;
   Kernel* kernel = nullptr;
@@ -362,12 +367,11 @@ struct Sim {
     if (self->polled != changes) self->polled = changes, self->polls = 0;
     if (++self->polls > kPolls)
       fail("deadlock: " + site.str() + ", " + std::to_string(kPolls) + " times, and nothing changes" +
-           (to_start ? "; a block waits for one that has not started" : ""));
-    ++fruitless;
+           (to_start ? "; " + std::to_string(to_start) + " clusters have not started" : ""));
     if (self->starved)
-      starved.push_back(self);
+      fruitless = 0, starved.push_back(self);  // the others' turn again
     else
-      seed == 1 ? ready.push_front(self) : ready.push_back(self);
+      ++fruitless, seed == 1 ? ready.push_front(self) : ready.push_back(self);
     resume_another();
   }
 
@@ -497,7 +501,12 @@ struct Sim {
     for (unsigned rank = 0; rank < blocks; ++rank) {
       Block& b = cluster.blocks[rank];
       b.index = {index.x + rank, index.y, index.z}, b.cluster = &cluster, b.rank = rank, b.live = threads;
-      b.fibers = idle.front(), idle.pop_front(), grow(*b.fibers);
+#ifdef __SANITIZE_THREAD__
+      b.fibers = idle.front(), idle.pop_front();  // not those of the block before
+#else
+      b.fibers = idle.back(), idle.pop_back();
+#endif
+      grow(*b.fibers);
       b.warps.resize((threads + 31) / 32);
       b.dynamic_bytes = dynamic_bytes, b.dynamic_shared = shared_memory(dynamic_bytes);
       b.variables.resize(variables.sizes.size());

@@ -56,7 +56,7 @@ struct Engine {
         shared(cudasim::sim.block->dynamic_shared.get()),
         seen(cudasim::sim.block->dynamic_bytes, 0xff),
         waited(cudasim::sim.threads),
-        registers(cudasim::sim.threads, 65536 / static_cast<int>(cudasim::sim.threads) & -8) {}
+        registers(cudasim::sim.threads, std::min(65536 / static_cast<int>(cudasim::sim.threads) & -8, 256)) {}
 
   static Engine& get() {
     cudasim::Quiet quiet;
@@ -211,6 +211,7 @@ void take_registers(CUDASIM_AT) {
   cudasim::Quiet quiet;
   Engine& engine = Engine::get();
   int& own = engine.registers[cudasim::sim.self->rank];
+  if (kRegisters < own) cudasim::sim.fail("take_registers() of fewer than the thread has");
   while (engine.free_registers < kRegisters - own) {
     engine.takers.push_back(cudasim::sim.self);
     cudasim::sim.self->site = {"take_registers", at};

@@ -218,8 +218,15 @@ __global__ void long_chain(unsigned* x) {  // x[0]: its length; x[1]: the most b
   atomicMax(x + 1, atomicAdd(x + 2, 1u) + 1);
   const unsigned ticket = atomicAdd(x + 3, 1u);
   while (cudasim::load_acquire(x) != ticket);
+  for (int i = 0; i < 50; ++i) __threadfence();  // others poll meanwhile
   atomicSub(x + 2, 1u);
   cudasim::store_release(x, ticket + 1);
+}
+__global__ void late_warps(unsigned* x) {  // x[0]: warps that begin long after their neighbour; then a flag per block
+  if (threadIdx.x == 32) atomicExch(x + 1 + blockIdx.x, 1u);
+  if (threadIdx.x) return;
+  for (int i = 0; i < 200; ++i) __threadfence();
+  if (!atomicAdd(x + 1 + blockIdx.x, 0u)) atomicAdd(x, 1u);
 }
 // The last block adds up what all have stored: 0 and 1 are sound.
 template <int kFault>
@@ -332,6 +339,10 @@ const char* run_chain(unsigned* x, int fault) {
 const char* run_long_chain(unsigned* x) {
   std::fill(x, x + 4, 0);
   RUN(long_chain, 100, 64, 0, x);
+}
+const char* run_late_warps(unsigned* x) {
+  std::fill(x, x + 51, 0);
+  RUN(late_warps, 50, 64, 0, x);
 }
 const char* run_sum_of_blocks(int* x, int fault) {
   std::fill(x, x + 10, 0);
