@@ -3,6 +3,7 @@ edges of tiles. The simulator checks each launch and runs no kernel (CUDASIM_DRY
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import kit
+import resources
 import traffic
 from calls import CALLS, OPERATORS_CALLS, Inputs, inputs
 
@@ -31,6 +33,19 @@ GROUPS, ROWS = (1, 4, 7, 8, 64), (1, 2, 6, 16, 17, 64, 65, 255, 256)
 STORED = ("k", "v", "deep", "out", "ladder_out", "lagkv_out")  # of the dtype of keys and values
 COMPUTED = ("q", "w_o")  # of the dtype that they are computed in: bf16 for fp8
 BYTES = 1 << 30  # of K at most; the memory is never touched
+
+
+@functools.cache
+def launch_bounds() -> dict[str, int]:
+    """The most threads that each kernel may be launched with, by its source. Those that depend on a template's
+    arguments are left out."""
+    text = "".join(x.read_text() for x in resources.ROOT.glob("csrc/cuda/**/*.cuh"))
+    values = {}
+    for name, value in 3 * re.findall(r" (k\w+) = ([\w +*/]+)(?=[,;])", text):  # in turns: some use others
+        with contextlib.suppress(NameError, SyntaxError):
+            values[name] = eval(value.replace("/", "//"), {}, values)
+    found = re.findall(r"__launch_bounds__\((\w+)(?:, [^)]*)?\)\s+(?://[^\n]*\s+)?(\w+)\(", text)
+    return {kernel: int(most) if most.isdigit() else values[most] for most, kernel in found}
 
 
 @functools.cache
@@ -68,7 +83,7 @@ def allocated(x: Inputs, dtype: torch.dtype) -> Inputs:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_launches_are_legal(dtype, card, monkeypatch, tmp_path):
     """The simulator refuses empty and oversized grids, blocks and clusters. It learns a kernel's static shared memory
-    only by running it, so here the table of docs/cuda.md supplies it."""
+    only by running it, so here the table of docs/cuda.md supplies it; and it does not see launch bounds."""
     name, _, hopper = card.partition("+")
     notes = tmp_path / "launches"
     monkeypatch.setenv("CUDASIM_DEVICE", name)
@@ -89,6 +104,8 @@ def test_launches_are_legal(dtype, card, monkeypatch, tmp_path):
             launches = notes.read_text().splitlines()
             assert launches, f"{where}: launches nothing"
             for line in launches:
-                kernel, _, _, dynamic, _ = line.split("\t")
+                kernel, _, block, dynamic, _ = line.split("\t")
                 kernel = re.search(r"(\w+)(<.*)?$", kernel)[1]
+                threads = math.prod(map(int, block.split(",")))
+                assert threads <= launch_bounds().get(kernel, 1024), f"{where}: {line}"
                 assert int(dynamic) + static[kernel] <= SHARED[name.partition("/")[0]], f"{where}: {line}"
