@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..ops.api import MAX_WINDOW, window_attention
 from ..ops.flash_attention import attention
 from ..ops.window import causal_limits
 from .base import Cache, check_step
+from .ragged import Ragged
 
 
 class AttendingCache(Cache, kind="queries"):
@@ -72,7 +73,7 @@ class AttendingCache(Cache, kind="queries"):
         check_step(self.name, q, k_step, due)
         with self.undone_on_error():
             self._waiting, self._observed, self.logits = readers + 1, [], options
-            view = self._stored(new=due)
+            view = self._step_view(due)
             out = self._read(q, k_step, v_step, view, options)
             if count := self.policy.remembers:
                 last = q if self._queries is None else torch.cat((self._queries, q), 2)
@@ -86,14 +87,18 @@ class AttendingCache(Cache, kind="queries"):
         check_step(self.name, q, k_step, due)
         with self.undone_on_error():
             self._observed = list(self._observed)
-            view = self._stored(new=self._due)
+            view = self._step_view(self._due)
             out = self._read(q, k_step, v_step, view, options)
             if not self._waiting:
                 self._evict_by_queries(view, options)
         return out
 
+    def _step_view(self, new: int) -> View:
+        """Return the policy's view of the stored slots with the step's; if heads differ in length, one to decide on."""
+        return self._stored(new=new) if self._ragged is None else self._few(new)
+
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
-        """Compute one layer's attention and add its scores to the step's. view: the stored slots with the step's."""
+        """Compute one layer's attention and add its scores to the step's. view: as `_step_view` returns it."""
         rows = 0 if self.frozen else self._rule.rows(view)
         w = min(rows, q.shape[2])
         out, scores = self._observe(q, k_step, v_step, w, options)
@@ -104,10 +109,13 @@ class AttendingCache(Cache, kind="queries"):
 
     def _evict_by_queries(self, view: View, options: dict[str, Any]) -> None:
         """Evict once all layers have attended. options: the logit options of the attention."""
+        w = 0 if self._observed or self.frozen else self._rule.rows_remembered(view)
+        if self._ragged is not None and (self._observed or w):
+            view = self._stored(new=view.new)
         if self._observed:
             view.observed = self._of_group(self._observed, view.heads)
             view.window = self.policy.window
-        elif not self.frozen and (w := self._rule.rows_remembered(view)):
+        elif w:
             # The window spans several steps, so all its rows observe together, now.
             self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
         if view.observed is not None:
@@ -126,9 +134,34 @@ class AttendingCache(Cache, kind="queries"):
             options = {name: x for name, x in options.items() if name != "sink_logits"}
         assert queries is not None
         queries = queries[:, :, -w:]
+        if self._ragged is not None:
+            view.window, lse = w, None
+            if self.policy.score == "softmax":
+                lse = self._ragged.attention(queries, self._since, **options)[1]
+            view.observed = self._scores_by_row(self._ragged, queries, self._since, lse, options)
+            return
         visible = causal_limits(view.n, queries.shape[2], view.k.device)
         view.window = w
         view.observed = self.policy.summed(queries, view, visible, None, prefix, options)
+
+    def _scores_by_row(
+        self, ragged: Ragged, q: Tensor, since: int, lse: Tensor | None, options: dict[str, Any]
+    ) -> Tensor:
+        """Return `View.observed` of the last queries, [b, Hq, w, d], for heads that differ in length. lse: of them."""
+        policy, w = self.policy, q.shape[2]
+        held = ragged.lengths(since)
+        rows = View(ragged.k, ragged.v, lengths=held.int(), block_table=ragged.table)
+        lse = None if lse is None else ragged.by_row(lse).contiguous()
+        prefix = (held - w).int() if policy.protects_window else None
+        options = {**options, "sink_logits": None}  # the log-sum-exp has them
+        scores = policy.summed(ragged.by_row(q), rows, ragged.visible(since, w), lse, prefix, options)
+        assert scores is not None  # there are queries
+        columns = self._columns(ragged).unsqueeze(1)
+        at = columns.clamp(min=0).expand(-1, scores.shape[1], -1)
+        scores = scores.gather(2, at).masked_fill(columns < 0, torch.nan)
+        group = q.shape[1] // ragged.shape[1]
+        split = scores.split([group if how == "none" else 1 for _, how in policy.reductions], 1)
+        return torch.cat([x.reshape(ragged.shape[0], -1, x.shape[2]) for x in split], 1)
 
     def _of_group(self, parts: list[Tensor], heads: int) -> Tensor:
         """Combine the scores of all layers as if one layer had all their query heads."""
@@ -145,7 +178,12 @@ class AttendingCache(Cache, kind="queries"):
         """Compute the attention of all rows, and the scores of the last w."""
         policy, pads, (t, n) = self.policy, self._step_pads, (q.shape[2], k.shape[2])
         if not w:
-            return attention(q, k, v, starts=pads, **options).out, None
+            return self._attention(q, k, v, options)[0], None
+        if self._reading is not None:
+            out, lse = self._attention(q, k, v, options)
+            last = slice(t - w, t)
+            known = lse[:, :, last] if policy.score == "softmax" else None
+            return out, self._scores_by_row(self._reading, q[:, :, last], self._read_since, known, options)
         limits = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         [(rows, group), *more] = policy.reductions
         if w <= MAX_WINDOW and policy.score == "softmax" and not more:
@@ -156,7 +194,7 @@ class AttendingCache(Cache, kind="queries"):
                 rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
                 out = torch.cat((rest, out), 2)
             return out, scores
-        out, lse, _ = attention(q, k, v, starts=pads, **options)
+        out, lse = self._attention(q, k, v, options)
         if policy.score == "dot":
             options = {**options, "sink_logits": None}
         last = slice(t - w, t)
@@ -197,6 +235,8 @@ class LookaheadCache(AttendingCache, kind="draft"):
             RuntimeError: No prompt has been attended yet.
             ValueError: `stage1` needs more queries than this cache remembers.
         """
+        if self._ragged is not None:
+            raise RuntimeError("LAQ: draft() expected a cache that has not evicted, got one whose heads differ")
         if self._queries is None:
             raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got a cache without one")
         policy = self.policy.draft_policy(self.seen, self.num_layers)
@@ -278,6 +318,8 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         Raises:
             RuntimeError: No prompt has been attended yet.
         """
+        if self._ragged is not None:
+            raise RuntimeError("KVzip: repeating() expected a cache that has not evicted, got one whose heads differ")
         if self._memory is None or self._due or self._first is not None:
             raise RuntimeError("KVzip: repeating() must follow the attention of a prompt, got a cache without one")
         seen, self._first = self.seen, first
@@ -296,19 +338,46 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             self._scores = scores if self._scores is None else torch.maximum(self._scores, scores)
         return out
 
+    def repeated(self) -> View:
+        """Return the view of the stored slots with the scores of the passes so far.
+
+        Raises:
+            RuntimeError: There was no pass since the last token.
+        """
+        if self._scores is None or self._ragged is not None or self._scores.shape[2] != len(self):
+            raise RuntimeError("KVzip: evict() must follow the passes over the stored tokens, got none since the last")
+        view = self._stored()
+        view.observed = self._scores
+        return view
+
     def evict(self) -> None:
         """Keep the budget's best tokens by the passes so far.
 
         Raises:
             RuntimeError: There was no pass since the last token.
+            ValueError: The policy has scope="model", and this is one of several layers.
         """
-        view, scores = self._stored(), self._scores
-        if scores is None or scores.shape[2] != view.n:
-            raise RuntimeError("KVzip: evict() must follow the passes over the stored tokens, got none since the last")
-        self._scores = None
-        if view.n > self.policy.room(view):
-            view.observed = scores
-            indices = self.policy.evict(view)
-            assert indices is not None  # there are more slots than the budget
-            with self.undone_on_error():
-                self._keep(indices, view)
+        evict_repeated([self])
+
+
+def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
+    """Keep the budget's best tokens in the caches of a model, or of one layer; see `RepeatingCache.evict`."""
+    policy, layers = caches[0].policy, caches[0].num_layers
+    if policy.scope == "model" and len(caches) != layers:
+        raise ValueError(
+            f"{policy.name}: with scope='model' the heads of all layers share a budget, expected the caches of all "
+            f"{layers} layers, got {len(caches)}; use kvops.hf, or scope='layer'"
+        )
+    views = [x.repeated() for x in caches]
+    with ExitStack() as undone:
+        for cache in caches:
+            undone.enter_context(cache.undone_on_error())
+        if views[0].n > policy.room(views[0]):
+            if policy.scope == "model":
+                kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
+            else:
+                kept = [policy.choose(policy.scores(view), view, policy.room(view)) for view in views]
+            for cache, view, indices in zip(caches, views, kept):
+                cache._keep(indices, view)
+        for cache in caches:
+            cache._scores = None

@@ -8,15 +8,17 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from ..methods.base import IN_PLACE, Out, Policy
+from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import View
 from ..ops.checks import check_choice, check_int, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
-from .memory import Memory, size, storage_bytes
+from .memory import Memory, size, span, storage_bytes
+from .ragged import Ragged
 
 Storage = Literal["pre_rope", "post_rope"]
 STORAGES: tuple[Storage, ...] = get_args(Storage)
@@ -51,6 +53,10 @@ class Cache:
 
     Logical positions are independent of the stored slots: the next token has position `seen`, not `len`.
 
+    With head_mode="adaptive" the heads of a cache differ in length from its first eviction on. Each head then has pages
+    of its own (`lengths`), `append` returns the new tokens alone, and `attention` must follow it. Sinks, budget and
+    buffer count the mean over the heads.
+
     Args:
         policy: The eviction policy and its settings, such as `kvops.KeyDiff(1024)`, or a string for `kvops.policy`:
             "keydiff:budget=1024".
@@ -67,8 +73,10 @@ class Cache:
             alone.
 
     Attributes:
-        k: [b, Hk, len, d], the stored keys; None while the cache is empty. All heads and rows keep equally many slots.
-        v: [b, Hk, len, dv], the stored values; None while the cache is empty.
+        k: [b, Hk, len, d], the stored keys; None while the cache is empty. Of heads that differ in length it is a copy,
+            which is 0 after a head's slots.
+        v: [b, Hk, len, dv], the stored values, in the same way.
+        lengths: int64 [b, Hk], the slots that each head holds; None while the cache is empty.
         pads: int32 [b], how many of a row's first stored slots are padding; None without padding.
         seen: Logical tokens seen, padding included.
         frozen: Whether eviction is switched off (`freeze`).
@@ -144,6 +152,9 @@ class Cache:
         self.frozen = False
         self.state: dict[str, Any] = {}
         self._memory: Memory | None = None
+        self._ragged: Ragged | None = None  # in place of the memory, once heads differ in length
+        self._reading: Ragged | None = None  # what the attention of the last step reads, in place of K and V
+        self._unread = self._released = False  # whether it has yet to do so, and whether it has been freed
         self._length = 0  # slots in use
         self._eviction: Eviction | None = None  # set while the kept slots have yet to move
         #: The queries of a draft's steps, [b, Hq, steps, d].
@@ -154,6 +165,7 @@ class Cache:
         self._evicted_at = 0  # tokens seen at the last eviction
         self._prompt = 0  # tokens of the prompt so far
         self._protecting: Policy | None = None  # the policy with the prompt's length, if it protects the prompt
+        self._read_since = 0  # tokens stored between the eviction before the last step and the end of that step
         self._step_pads: Tensor | None = None  # int32 [b]: padding slots in what the last append returned
 
     @property
@@ -162,29 +174,54 @@ class Cache:
         return self.policy.name
 
     def __repr__(self) -> str:
+        lengths = self.lengths
+        kept = f"{len(self)}" if lengths is None else span(lengths.flatten().tolist())
         return (
             f"Cache({self.policy!r}, layer={self.layer}, num_layers={self.num_layers}: {self.seen} tokens seen, "
-            f"{len(self)} kept, {size(self.nbytes)})"
+            f"{kept} kept, {size(self.nbytes)})"
         )
 
     def __len__(self) -> int:
-        """Number of stored slots per head."""
+        """Number of stored slots per head; of the longest head if they differ."""
         return self._length
+
+    @property
+    def _stores(self) -> Memory | Ragged | None:
+        """Where the tokens are; None while the cache is empty."""
+        return self._ragged or self._memory
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch; 0 while the cache is empty."""
-        return 0 if self._memory is None else len(self._memory.k)
+        return 0 if self._stores is None else self._stores.shape[0]
+
+    @property
+    def ragged(self) -> bool:
+        """Whether the heads may differ in length, which they do from the first eviction on."""
+        return self._ragged is not None
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """The slots that each head holds, padding included: int64 [b, Hk]; None while empty."""
+        if self._ragged is not None:
+            return self._ragged.counts + self._since
+        memory = self._memory
+        return None if memory is None else torch.full(memory.shape, self._length, device=memory.k.device)
 
     @property
     def k(self) -> Tensor | None:
         """The stored keys, [b, Hk, len, d]; None while empty."""
-        return None if self._memory is None else self._k_and_v()[0]
+        return None if self._stores is None else self._k_and_v()[0]
 
     @property
     def v(self) -> Tensor | None:
         """The stored values, [b, Hk, len, dv]; None while empty."""
-        return None if self._memory is None else self._k_and_v()[1]
+        return None if self._stores is None else self._k_and_v()[1]
+
+    @property
+    def storage_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors in which the keys and values lie."""
+        return tuple(x for memory in (self._stores, self._reading) if memory is not None for x in (memory.k, memory.v))
 
     @property
     def nbytes(self) -> int:
@@ -193,12 +230,16 @@ class Cache:
 
     def nbytes_with(self, *step: Tensor) -> int:
         """Return `nbytes` while the tensors that `append` returned are alive; they may lie in other memory."""
-        memory = self._memory
-        return storage_bytes(*step) if memory is None else storage_bytes(memory.k, memory.v, *step)
+        return storage_bytes(*self.storage_tensors, *step)
 
     @property
     def positions(self) -> Tensor | None:
-        """The logical position of each stored slot, int64 [b, Hk, len], as columns of the padded batch."""
+        """The logical position of each stored slot, int64 [b, Hk, len], as columns of the padded batch.
+
+        -1 after the slots of a head that holds fewer than others.
+        """
+        if self._ragged is not None:
+            return self._positions(self._ragged, self._ragged.columns(self._since, len(self)))
         if self._memory is None:
             return None
         return self._stored().positions() if self._eviction is None else self._kept
@@ -230,8 +271,10 @@ class Cache:
 
         Raises:
             RuntimeError: The cache is empty.
-            ValueError: The policy protects the prompt.
+            ValueError: The policy protects the prompt, or the heads already differ in length.
         """
+        if self._ragged is not None:
+            raise ValueError(f"{self.name}: keep() expected heads that hold the same slots, got {self!r}")
         if self.policy.protect is not None:
             raise ValueError(f"{self.name}: keep() expected a policy with protect=None, got {self.policy!r}")
         with self.undone_on_error():
@@ -248,7 +291,7 @@ class Cache:
             TypeError: `pads` is not a tensor.
             ValueError: `pads` has another shape or dtype or a negative entry, or the cache already holds tokens.
         """
-        if self._memory is not None:
+        if self._stores is not None:
             raise ValueError(
                 f"{self.name}: set_pads must be called before the first append, got a cache with {self.seen} tokens; "
                 "call reset() first, or use a new cache"
@@ -325,7 +368,9 @@ class Cache:
         with self.undone_on_error():
             k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
-            return self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
+            out = self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
+            self.release()
+            return out
 
     def attention(
         self,
@@ -361,7 +406,24 @@ class Cache:
                 f"at a time (which kept slots precede a row differs by head), got {q.shape[2]}"
             )
         options: dict[str, Any] = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
-        return self._record(q, attention(q, k_step, v_step, starts=self._step_pads, **options).out)
+        return self._record(q, self._attention(q, k_step, v_step, options)[0])
+
+    def _attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Compute the causal attention of the step's last rows, and its log-sum-exp, [b, Hq, r].
+
+        Where heads differ in length, the log-sum-exp includes the sink. options: scale, softcap and sink_logits.
+        """
+        if self._reading is not None:
+            self._unread = False
+            return self._reading.attention(q, self._read_since, **options)
+        if self._released:
+            raise RuntimeError(f"{self.name}: expected attention() or read() before release(), got one after it")
+        out, lse, _ = attention(q, k_step, v_step, starts=self._step_pads, **options)
+        return out, lse
+
+    def release(self) -> None:
+        """Free what only the attention of the last step reads, once all layers that share these keys have attended."""
+        self._released, self._reading = self._reading is not None, None
 
     def _record(self, q: Tensor, out: Tensor) -> Tensor:
         """Remember the queries if this is the cache of a draft."""
@@ -381,9 +443,13 @@ class Cache:
         Returns:
             [b, Hq, r, dv].
         """
-        return attention(q, k_step, v_step, starts=self._step_pads, **options).out
+        return self._attention(q, k_step, v_step, options)[0]
 
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._reading, self._released = None, False
+        if self._ragged is not None:
+            self._append_ragged(self._ragged, k, v)
+            return k, v
         t, first = k.shape[2], self._memory is None
         self._step_pads = pads = self._pads_with(t)
         k_step, v_step = (k, v) if first else self._extend(k, v)
@@ -395,6 +461,50 @@ class Cache:
             self._memory = Memory.of(k, v)
             return self._k_and_v()
         return k_step, v_step
+
+    def _append_ragged(self, ragged: Ragged, k: Tensor, v: Tensor) -> None:
+        """Append tokens to heads that differ in length, and let the policy evict."""
+        if self._unread:
+            raise RuntimeError(
+                f"{self.name}: expected attention() after each append(), because heads that differ in length have no "
+                "K and V for another attention, got none for the last tokens; call attend(), or attention() after "
+                "append() (with transformers: kvops.hf.use_attention(model))"
+            )
+        t = k.shape[2]
+        self._ragged = self._reading = ragged.extended(self._since, k, v)
+        self._unread, self._read_since = True, self._since + t
+        self._length, self.seen = self._length + t, self.seen + t
+        self._evict_step(t)
+
+    def _evict_step(self, new: int) -> None:
+        """Let the policy evict after a step of `new` tokens that the cache holds already."""
+        if self.frozen or not self._may_evict(new):
+            return
+        view = self._stored(new=new)
+        indices = self._evict(view)
+        if indices is None:
+            self.state = view.state
+        else:
+            self._keep(indices, view)
+
+    def _may_evict(self, new: int) -> bool:
+        """Whether a view of the slots is needed, which is a copy if heads differ in length."""
+        if self._ragged is None:
+            return True
+        assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
+        few = self._few(new)
+        return self._rule.full(few, self._rule.room(few))
+
+    def _few(self, new: int) -> View:
+        """Return a view of as many slots as the heads hold on average, without channels: enough to decide on."""
+        assert self._ragged is not None
+        none = self._ragged.k.new_empty(*self._ragged.shape, self._ragged.mean + self._since, 0)
+        return self._view(none, none, None, self.seen, new=new)
+
+    @property
+    def _since(self) -> int:
+        """The tokens stored since the last eviction."""
+        return self.seen - self._evicted_at
 
     def _extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write tokens after the stored slots and return views of all slots."""
@@ -417,7 +527,16 @@ class Cache:
         return indices is not None
 
     def _stored(self, new: int | None = None) -> View:
-        """Return the policy's view of the stored slots. new: how many of the tokens belong to this step."""
+        """Return the policy's view of the stored slots. new: how many of the tokens belong to this step.
+
+        Of heads that differ in length it is a copy. All heads begin with their sinks and end with their newest slot,
+        and where they hold fewer slots than the longest, K and V are NaN, which every rule leaves out.
+        """
+        if self._ragged is not None:
+            columns = self._columns(self._ragged)
+            view = self._view(*self._ragged.rectangle(columns, torch.nan), None, self.seen, new=new)
+            view.kept = self._positions(self._ragged, columns)
+            return view
         if self._memory is None:
             raise RuntimeError(f"{self.name}: expected a cache with tokens, got an empty one; call append() first")
         self._settle()
@@ -425,6 +544,8 @@ class Cache:
 
     def _k_and_v(self) -> tuple[Tensor, Tensor]:
         """Return K and V of the stored slots. The tensors that `append` returned stay valid."""
+        if self._ragged is not None:
+            return self._ragged.rectangle(self._ragged.columns(self._since, len(self)), 0.0)
         self._settle(in_place=False)
         assert self._memory is not None  # callers check
         return self._memory.first(self._length)
@@ -440,6 +561,17 @@ class Cache:
             self._memory = Memory(*self._moved(self._eviction))
         self._eviction = None
 
+    def _columns(self, ragged: Ragged) -> Tensor:
+        """Return the slots of each head as the columns of a view; see `_stored`."""
+        return ragged.columns(self._since, getattr(self._rule, "sinks", 0))
+
+    def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
+        """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""
+        assert self._kept is not None  # heads differ because of an eviction
+        columns, counts = columns.view(*ragged.shape, -1), ragged.counts.unsqueeze(-1)
+        old = pad(self._kept, (0, 1)).gather(2, columns.clamp(0, self._kept.shape[2]))
+        return torch.where(columns < counts, old, self._evicted_at + columns - counts).where(columns >= 0, -1)
+
     def _evict(self, view: View) -> Tensor | None:
         """Return the slots to keep after a step has been stored; None to keep all."""
         return self._rule.evict(view)
@@ -450,7 +582,7 @@ class Cache:
             k,
             v,
             pads,
-            fill_invalid=pads is not None,
+            fill_invalid=pads is not None and not self.policy.ragged,
             layer=self.layer,
             num_layers=self.num_layers,
             seen=seen,
@@ -468,7 +600,12 @@ class Cache:
         return self.pads + (self._padding - self.seen).clamp(0, t)
 
     def _keep(self, indices: Tensor, view: View) -> None:
-        """Evict all slots except `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer."""
+        """Evict all slots except `indices`, int64 [b, Hk, m]: ascending, -1 first in rows that keep fewer.
+
+        If heads may differ in length, -1 is last in those that keep fewer.
+        """
+        if self.policy.ragged:
+            return self._keep_ragged(indices, view)
         pads = view.starts
         slots = indices.clamp(min=0) if pads is not None else indices
         self._kept = view.positions().gather(2, slots)
@@ -483,6 +620,16 @@ class Cache:
         if not self._moves_in_place(view):
             self._memory = Memory(*self._moved(self._eviction))
             self._eviction = None
+
+    def _keep_ragged(self, indices: Tensor, view: View) -> None:
+        """Evict all slots except `indices`, int64 [b, Hk, m], in which -1 and the gaps of the view count as none."""
+        positions = view.positions().gather(2, indices.clamp(min=0)).where(indices >= 0, -1)
+        order = torch.where(positions >= 0, positions, self.seen + view.n).sort(dim=-1, stable=True).indices
+        self._kept = positions.gather(2, order)
+        self._ragged = Ragged.of(view.k, view.v, indices.gather(2, order).where(self._kept >= 0, -1))
+        self._memory = self.pads = None
+        self._length, self.seen, self._evicted_at = self._ragged.longest, view.seen, view.seen
+        self.state = view.state
 
     def _moves_in_place(self, view: View) -> bool:
         """Return whether the kept slots may stay where they are until the next step, and then move in place."""
@@ -508,8 +655,8 @@ class Cache:
         """Return an independent copy. Both share memory until one is written to, which then copies it."""
         twin: Cache = object.__new__(type(self))
         vars(twin).update(vars(self))
-        if self._memory is not None:
-            self._memory.shared = True
+        if self._stores is not None:
+            self._stores.shared = True
         return twin
 
     def catch_up(self) -> None:
@@ -518,10 +665,7 @@ class Cache:
         Caches of a `QueryPolicy` evict in `attention` only.
         """
         with self.undone_on_error():
-            view = self._stored(new=1)
-            indices = None if self.frozen else self._evict(view)
-            if indices is not None:
-                self._keep(indices, view)
+            self._evict_step(1)
 
     def crop(self, seen: int) -> None:
         """Forget all tokens from logical position `seen` on, such as the rejected tokens of a draft.
@@ -576,6 +720,9 @@ class Cache:
         self._settle()
         if self._memory is not None:
             self._memory = Memory(f(self._memory.k), f(self._memory.v))
+        if self._ragged is not None:
+            rows = f(torch.arange(self.rows, device=self._ragged.k.device))
+            self._ragged, self._reading = self._ragged.rows(rows, self._since), None
         for name in self._tensors:
             x = getattr(self, name)
             if x is not None:
@@ -585,7 +732,7 @@ class Cache:
     def _check(self, k: Tensor, v: Tensor) -> None:
         """Check that new tokens have four dims, fit each other and the stored ones, and need no gradient."""
         who = self.name
-        memory = self._memory
+        memory = self._stores
         k_stored, v_stored = (None, None) if memory is None else (memory.k, memory.v)
         for name, x, stored in (("k", k, k_stored), ("v", v, v_stored)):
             inference_only(who, **{name: x})
@@ -596,9 +743,9 @@ class Cache:
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
                     f"{k.device}, got {list(x.shape[:3])} {x.dtype} {x.device}"
                 )
-            if stored is None:
+            if memory is None or stored is None:
                 continue
-            want, got = (*stored.shape[:2], stored.shape[3]), (*x.shape[:2], x.shape[3])
+            want, got = (*memory.shape, stored.shape[3]), (*x.shape[:2], x.shape[3])
             if want != got or stored.dtype != x.dtype or stored.device != x.device:
                 raise ValueError(
                     f"{who}: {name} must match the cached tokens in (b, Hk, d), dtype and device, expected {want} "

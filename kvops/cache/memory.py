@@ -30,14 +30,19 @@ class Memory:
         return Memory(*(x.clone(memory_format=torch.contiguous_format) for x in (k, v)))
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(b, Hk)."""
+        return self.k.shape[0], self.k.shape[1]
+
+    @property
     def capacity(self) -> int:
         """Number of slots."""
         return self.k.shape[2]
 
     @property
     def writable(self) -> bool:
-        """Whether a cache may write here: not while it is shared, and inference tensors only in inference mode."""
-        return not self.shared and (torch.is_inference_mode_enabled() or not self.k.is_inference())
+        """Whether a cache may write here."""
+        return is_writable(self.k, self.shared)
 
     def first(self, n: int) -> tuple[Tensor, Tensor]:
         """Return views of the first n slots."""
@@ -59,6 +64,11 @@ class Memory:
         memory.k.narrow(2, n, t).copy_(k)
         memory.v.narrow(2, n, t).copy_(v)
         return memory
+
+
+def is_writable(k: Tensor, shared: bool) -> bool:
+    """Return whether a cache may write to memory: not while it is shared, and inference tensors in inference mode."""
+    return not shared and (torch.is_inference_mode_enabled() or not k.is_inference())
 
 
 def spare_slots(n: int) -> int:

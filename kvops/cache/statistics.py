@@ -65,12 +65,7 @@ class StatisticsCache(Cache, kind="statistics"):
             if not self.frozen and (new > 1 or self._moments is None):
                 self._gather(q)
                 self._scale, self._gathered = options.get("scale"), self.seen
-            view = self._stored(new=new)
-            indices = None if self.frozen else self._evict(view)
-            if indices is None:
-                self.state = view.state
-            else:
-                self._keep(indices, view)
+            self._evict_step(new)
         return out
 
     def _gather(self, q: Tensor) -> None:

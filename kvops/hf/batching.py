@@ -175,6 +175,7 @@ def _check_served(model: PreTrainedModel, policy: Policy) -> None:
         why = "needs a budget in tokens, an int, as in a PagedCache"
     else:
         check_observed("continuous_batching", policy)
+        policy.check_equal_heads("continuous batching")
         for layer in range(layers):
             policy.check_cache(layer, layers)
         if isinstance(policy, QueryPolicy) and STORES_FIRST:

@@ -30,7 +30,10 @@ _CROPS_TO_LENGTHS = "max_length" in inspect.signature(DynamicLayer.crop).paramet
 
 
 class LayerStats(NamedTuple):
-    """What one layer holds. Tokens count slots per head, padding included; bytes count the whole batch."""
+    """What one layer holds. Tokens count slots per head, padding included; bytes count the whole batch.
+
+    Of heads that differ in length, the tokens are their mean, rounded up.
+    """
 
     layer: int
     evicts: bool  # False: a layer of another kind (sliding window, ...), which keeps its class from transformers
@@ -122,6 +125,8 @@ class EvictingLayer(DynamicLayer):
                 f"kvops.hf: {type(module).__name__} attends to the keys of an evicting layer, expected at most "
                 f"{self.readers} layers besides it (config.num_kv_shared_layers), got one more; {STOCK}"
             )
+        if self.reads == 1 + self.readers:
+            self.cache.release()
         return out
 
     def __repr__(self) -> str:
@@ -427,14 +432,28 @@ class KVCache(DynamicCache):
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, CacheLayerMixin):
                 continue
-            keys, values = layer.keys, layer.values
-            if keys is None or values is None or keys.numel() == 0:
+            tensors = tensors_of(layer)
+            if not tensors or tensors[0].numel() == 0:
                 continue
-            seen, kept = layer.get_seq_length(), keys.shape[-2]
-            per_token = (keys.nbytes + values.nbytes) // kept
-            evicts = isinstance(layer, EvictingLayer)
-            out.append(LayerStats(i, evicts, seen, kept, seen * per_token, storage_bytes(keys, values)))
+            seen, held = layer.get_seq_length(), storage_bytes(*tensors)
+            if isinstance(layer, EvictingLayer):
+                lengths, (k, v) = layer.cache.lengths, tensors[:2]
+                assert lengths is not None  # there are tensors
+                per_token = lengths.numel() * (k.shape[-1] + v.shape[-1]) * k.element_size()
+                out.append(LayerStats(i, True, seen, int(lengths.double().mean().ceil()), seen * per_token, held))
+            else:
+                kept = tensors[0].shape[-2]
+                per_token = sum(x.nbytes for x in tensors) // kept
+                out.append(LayerStats(i, False, seen, kept, seen * per_token, held))
         return out
+
+
+def tensors_of(layer: Any) -> tuple[Tensor, ...]:
+    """Return the tensors in which a layer's keys and values lie; none for an empty layer, or one without."""
+    if isinstance(layer, EvictingLayer) and layer.cache.ragged:
+        return layer.cache.storage_tensors
+    tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return tuple(x for x in tensors if x is not None)
 
 
 def check(who: str, config: PreTrainedConfig, policy: Policy | str) -> Policy:
@@ -480,6 +499,8 @@ def _check_stock_attention(policy: Policy, pads: Tensor | None) -> None:
         why = "uses queries, which the attention of transformers does not pass to a cache"
     elif policy.positions == "slots":
         why = "rotates keys and queries at their slots before the attention (unless positions='original')"
+    elif policy.ragged:
+        why = "keeps different numbers of slots in different heads, but the attention of transformers reads rectangles"
     elif not policy.uniform_layers:
         why = "keeps different numbers of slots in different layers, but transformers makes one attention mask for all"
     elif padded and not policy.fixed_budget:

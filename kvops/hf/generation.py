@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from ..cache import LookaheadCache, RepeatingCache
+from ..cache.attending import evict_repeated
 from ..cache.memory import storage_bytes
 from ..methods import LAQ, KVzip
 from ..methods.kvzip import repeat_ids
 from .arguments import CACHE
-from .cache import EvictingLayer, KVCache, Stage
+from .cache import EvictingLayer, KVCache, Stage, tensors_of
 from .conversation import mask_of_pads
 
 
@@ -129,8 +130,7 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
             for layer in layers:
                 passes.enter_context(_repeating(layer).repeating(first))
             model(ids, attention_mask=every, position_ids=positions, logits_to_keep=1, **{CACHE: reading})
-    for layer in layers:
-        _repeating(layer).evict()
+    evict_repeated([_repeating(layer) for layer in layers])
     cache.stages.append(Stage("decode", _held(cache)))
 
 
@@ -293,5 +293,4 @@ def setting(model: PreTrainedModel, call: Mapping[str, Any], name: str) -> Any:
 
 def _held(*caches: KVCache) -> int:
     """Return the bytes of the caches' keys and values."""
-    tensors = [getattr(x, name, None) for cache in caches for x in cache.layers for name in ("keys", "values")]
-    return storage_bytes(*(x for x in tensors if x is not None))
+    return storage_bytes(*(x for cache in caches for layer in cache.layers for x in tensors_of(layer)))

@@ -258,6 +258,11 @@ class Policy:
         return True
 
     @property
+    def ragged(self) -> bool:
+        """Whether the heads of a cache may hold different numbers of slots."""
+        return False
+
+    @property
     def heads_alone(self) -> bool:
         """Whether the kept slots of a KV head depend on no other head.
 
@@ -279,6 +284,14 @@ class Policy:
         if "w_o" in self.needs.model:
             check_layers(self.name, self.w_o, num_layers)
 
+    def check_equal_heads(self, who: str) -> None:
+        """Raise ValueError if the heads of a layer may differ in length, which `who` does not support."""
+        if self.ragged:
+            raise ValueError(
+                f"{self.name}: {who} has one block table for all heads, which keep the same number of tokens, expected "
+                f"head_mode 'per_head' or 'shared', got {self!r}"
+            )
+
     def check_no_statistics(self, who: str) -> None:
         """Raise ValueError if the policy needs statistics of the prompt, which `who` does not gather."""
         if self.needs.statistics:
@@ -299,6 +312,7 @@ class Policy:
                 )
             self._check_weights(num_layers)
             return
+        self.check_equal_heads("a PagedCache without by_head")
         for layer in range(num_layers):
             self.check_cache(layer, num_layers)
         if not self.uniform_layers:
@@ -530,8 +544,8 @@ class BudgetPolicy(Policy):
             in -1.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
     """
 
     budget: Budget
@@ -571,11 +585,22 @@ class BudgetPolicy(Policy):
     def heads_alone(self) -> bool:
         return self.head_mode == "per_head"
 
+    @property
+    def ragged(self) -> bool:
+        return self.head_mode == "adaptive"
+
     def check_cache(self, layer: int, num_layers: int) -> None:
-        if isinstance(self.budget, Tensor) or self.head_mode == "adaptive":
+        if isinstance(self.budget, Tensor):
             raise ValueError(
-                f"{self.name}: the heads of a cache keep the same number of tokens, expected budget as an int or a "
-                "float and head_mode 'per_head' or 'shared', got a budget per head"
+                f"{self.name}: a cache expects budget as an int or a float, and shares it among its heads with "
+                "head_mode='adaptive', got a budget per head"
+            )
+        if self.ragged and not (self.by_head or self.needs.stage):
+            raise ValueError(f"{self.name}: all heads keep the same tokens, expected another head_mode, got {self!r}")
+        if self.ragged and (self.needs.per_slot or self.merge or self.protect is not None):
+            raise ValueError(
+                f"{self.name}: heads of a cache that differ in length support no sums of scores per slot, merge=False "
+                f"and protect=None, expected head_mode 'per_head' or 'shared', got {self!r}"
             )
         super().check_cache(layer, num_layers)
 
@@ -622,7 +647,7 @@ class BudgetPolicy(Policy):
         if self.head_mode == "shared":
             scores = shared_scores(scores)
         elif self.head_mode == "adaptive":
-            budget = self._shares(scores, view, options.get("recent", 0))
+            budget = self._shares(scores, view, budget, options.get("recent", 0))
         return select_budget(
             self.name,
             scores,
@@ -642,21 +667,25 @@ class BudgetPolicy(Policy):
         valid = valid_slots(view.n, first, lengths)
         return first + valid.clamp(max=self.sinks), (valid - self.sinks).clamp(min=0)
 
-    def _shares(self, scores: Tensor, view: View, recent: int | float) -> Tensor:
-        """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk]."""
+    def _shares(
+        self, scores: Tensor, view: View, budget: Budget, recent: int | float, **options: Any
+    ) -> Tensor:
+        """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk].
+
+        options: the floor of `head_budgets`.
+        """
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
-        if not isinstance(self.budget, int) and (self.sinks or recent):
+        if not isinstance(budget, int) and (self.sinks or recent):
             raise ValueError(
-                f"{self.name}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {self.budget}"
+                f"{self.name}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {budget}"
             )
-        newest = recent_tokens(recent, self.budget) if isinstance(self.budget, int) else 0
-        starts, lengths = self.behind_sinks(view)
-        budget = self.budget
         assert not isinstance(budget, Tensor)  # `check` refuses it
+        newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
+        starts, lengths = self.behind_sinks(view)
         if self.sinks:
             budget -= self.sinks
-        return head_budgets(scores, budget, newest, starts=starts, lengths=lengths) + self.sinks
+        return head_budgets(scores, budget, newest, starts=starts, lengths=lengths, **options) + self.sinks
 
     # Caches
 

@@ -81,7 +81,7 @@ class CriticalKV(WindowPolicy):
         norms = projected_norms(self.name, self.w_o, view)
         weighted = (scores / view.window + self.epsilon) * norms
         if self.head_mode == "adaptive":
-            budget = self._shares(scores, view, recent)
+            budget = self._shares(scores, view, budget, recent)
         elif self.head_mode == "shared":
             scores, weighted = shared_scores(scores), shared_scores(weighted)
         # The protected tokens are kept in any case, and a token without a norm is kept last.

@@ -92,7 +92,7 @@ class KeyDiff(KeyPolicy):
         return anchor_cosine(view.k, normalize_anchor=self.normalize_anchor, **view.slots)
 
     def evict(self, view: View) -> Tensor | None:
-        if self.ablation:
+        if self.ablation or self.ragged:  # an anchor updated with each step has the tokens of all heads
             return super().evict(view)
         keep, k, pads = self.room(view), view.k, view.starts
         evicted = view.n - keep

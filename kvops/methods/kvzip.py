@@ -7,21 +7,23 @@ paper and released code differ: docs/methods/kvzip.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import Reduce
-from ..ops.checks import check_int, check_queries, check_token_ids
+from ..ops.checks import check_choice, check_int, check_queries, check_token_ids
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
-from .budgets import budget_tokens
+from .budgets import Budget, budget_tokens
 from .queries import Logits, QueryPolicy
 from .view import View
 
+Scope = Literal["layer", "model"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 #: The settings that a tokenizer makes.
 WORDS = ("instruction", "next_instruction", "suffix")
 
@@ -58,6 +60,9 @@ class KVzip(QueryPolicy):
         budget: See `BudgetPolicy`.
         sinks: First tokens that are always kept. They also take part in the softmax of the passes for later chunks.
         head_mode: See `BudgetPolicy`.
+        scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
+            keeps its highest scores in whichever layers and heads they are (KVzip, Sec. 3.4). The budget is then the
+            mean over all heads, without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         group_reduce: See `QueryPolicy`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
@@ -78,6 +83,7 @@ class KVzip(QueryPolicy):
     _: KW_ONLY
     sinks: int = 4
     group_reduce: Reduce = "max"
+    scope: Scope = "layer"
     chunk: int = 2048
     previous: int = 8
     instruction: tuple[int, ...] | None = None
@@ -85,6 +91,12 @@ class KVzip(QueryPolicy):
     suffix: tuple[int, ...] | None = None
 
     def check(self) -> None:
+        check_choice(self.name, "scope", self.scope, SCOPES)
+        if self.scope == "model" and self.head_mode != "adaptive":
+            raise ValueError(
+                f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
+                f"{self.head_mode!r}"
+            )
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
         for name in WORDS:
@@ -105,6 +117,24 @@ class KVzip(QueryPolicy):
 
     def rows(self, view: View) -> int:
         return 0
+
+    def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
+        if self.scope == "model":
+            raise ValueError(
+                f"{self.name}: with scope='model' the heads of all layers share a budget, but this is the eviction of "
+                "one; use kvops.hf, or scope='layer'"
+            )
+        return super().choose(scores, view, budget, **options)
+
+    def of_layers(self, views: Sequence[View]) -> list[KVzip]:
+        """With scope="model": the policy of each layer, with the budgets of its heads. views: with `observed`."""
+        first = views[0]
+        scores = torch.cat([x.seen_by_queries.to(first.k.device) for x in views], 1)
+        none = first.k.new_empty(*scores.shape, 0)
+        shares = self._shares(scores, replace(first, k=none, v=none), self.room(first), 0, floor=0.0)
+        heads = [x.heads for x in views]
+        budgets = [x.to(view.k.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
+        return [replace(self, budget=x, head_mode="per_head", scope="layer") for x in budgets]
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries and keys of the passes

@@ -222,4 +222,5 @@ def check(policy: Policy) -> None:
         )
     if "w_o" in policy.needs.model:  # a worker takes the weights from its model, see `weights`
         policy = replace(policy, w_o=torch.empty(0, 0))  # type: ignore[call-arg]
+    policy.check_equal_heads("vLLM")
     policy.check_cache(0, 1)

@@ -1,0 +1,157 @@
+"""The memory of a layer whose heads hold different numbers of tokens.
+
+Each row, a KV head of a row of the batch, owns consecutive pages of one pool. The attention takes it as a request of
+one head: its block table counts up from its first page. No row is padded to the longest, so a head that keeps few
+tokens takes few pages. Each row begins with room for equally many new tokens, and when these are used up, all rows move
+to a larger pool.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.api import MAX_WINDOW, window_attention
+from .memory import is_writable, spare_slots
+
+PAGE = 16  # slots per page: a row wastes less than these
+
+
+class Ragged:
+    """Keys and values of b * Hk rows in pages.
+
+    Attributes:
+        k: [pages, 1, PAGE, d]; v: [pages, 1, PAGE, dv].
+        counts: int64 [b, Hk], the slots that each row held when the memory was made. All rows have got equally many
+            since then; methods take this number as `since`.
+        room: How many tokens fit into each row after these.
+        longest: The largest of the counts.
+        mean: The mean count of the heads of a batch row, rounded down; of the row where it is largest.
+        table: int32 [b * Hk, most pages of a row], the block table; -1 after a row's own pages.
+        shared: Whether another cache reads the same memory, so that neither may write to it.
+    """
+
+    __slots__ = ("k", "v", "counts", "room", "longest", "mean", "table", "shared", "_first")
+
+    def __init__(self, k: Tensor, v: Tensor, counts: Tensor, room: int):
+        """Allocate rows for `counts` slots, int64 [b, Hk], and `room` more, like those of k and v, [.., d]."""
+        pages = -(-(counts.flatten() + room) // PAGE)
+        ends = pages.cumsum(0)
+        numbers = ends[-1], pages.max(), counts.max(), counts.sum(1).max() // counts.shape[1]
+        total, most, self.longest, self.mean = (int(x) for x in torch.stack(numbers).tolist())
+        self.k, self.v = (x.new_empty(total, 1, PAGE, x.shape[-1]) for x in (k, v))
+        self.counts, self.room, self.shared = counts, room, False
+        first = ends - pages
+        page = torch.arange(most, device=k.device)
+        self.table = torch.where(page < pages[:, None], first[:, None] + page, -1).int()
+        self._first = first * PAGE  # of each row's slots in the pool
+
+    @staticmethod
+    def of(k: Tensor, v: Tensor, indices: Tensor) -> Ragged:
+        """Copy the slots `indices`, int64 [b, Hk, m] with -1 last, of k and v, [b, Hk, n, d]."""
+        kept = indices >= 0
+        counts = kept.sum(-1)
+        memory = Ragged(k, v, counts, spare_slots(int(counts.float().mean())))
+        b, h, slot = kept.nonzero(as_tuple=True)
+        at = b, h, indices[kept]
+        memory._write(memory._first[b * k.shape[1] + h] + slot, _bytes(k)[at], _bytes(v)[at])
+        return memory
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(b, Hk)."""
+        return self.counts.shape[0], self.counts.shape[1]
+
+    def lengths(self, since: int) -> Tensor:
+        """Return how many slots each row holds, int64 [b * Hk]."""
+        return self.counts.flatten() + since
+
+    def extended(self, since: int, k: Tensor, v: Tensor) -> Ragged:
+        """Append tokens, [b, Hk, t, d], to all rows: in this memory if there is room, else in a larger copy."""
+        t, memory = k.shape[2], self
+        if since + t > self.room or not is_writable(self.k, self.shared):
+            room = self.room if since + t <= self.room else since + t + spare_slots(self.mean + since + t)
+            memory = self.rows(torch.arange(self.shape[0], device=k.device), since, room)
+        new = torch.arange(since, since + t, device=k.device)
+        at = (memory._first.view(*self.shape) + self.counts).unsqueeze(-1) + new
+        memory._write(at, _bytes(k), _bytes(v))
+        return memory
+
+    def rows(self, rows: Tensor, since: int, room: int | None = None) -> Ragged:
+        """Copy some rows of the batch, int64 [any], to memory of their own with this room; None: the same room."""
+        heads = self.shape[1]
+        twin = Ragged(self.k, self.v, self.counts[rows], self.room if room is None else room)
+        own = (rows[:, None] * heads + torch.arange(heads, device=rows.device)).flatten()
+        held = self.lengths(since)[own]
+        row = torch.arange(len(own), device=rows.device).repeat_interleave(held)
+        slot = torch.arange(len(row), device=rows.device) - (held.cumsum(0) - held)[row]
+        at = self._first[own][row] + slot
+        twin._write(twin._first[row] + slot, *(_bytes(x).flatten(0, 2)[at] for x in (self.k, self.v)))
+        return twin
+
+    def columns(self, since: int, first: int) -> Tensor:
+        """Return the slots of each row as the columns of a rectangle as wide as the longest: int64 [b * Hk, width].
+
+        The first slots of a row stay where they are, `first` of them, and the others end with the last column. -1 marks
+        the gap between.
+        """
+        held, width = self.lengths(since).unsqueeze(1), self.longest + since
+        column = torch.arange(width, device=held.device)
+        own = column - (width - held)  # of the slots that end with the last column
+        left = column < held.clamp(max=first)
+        return torch.where(left, column, torch.where(own >= first, own, -1))
+
+    def rectangle(self, columns: Tensor, empty: float) -> tuple[Tensor, Tensor]:
+        """Copy K and V, [b, Hk, width, d], in the order of `columns`. empty: 0.0 or NaN, the value in the gaps."""
+        at, gap = self._first.unsqueeze(1) + columns.clamp(min=0), (columns < 0).unsqueeze(-1)
+
+        def copied(pool: Tensor) -> Tensor:
+            rows = _bytes(pool).flatten(0, 2)[at]
+            value: Any = empty if rows.is_floating_point() else 0x7F * (empty != 0)  # NaN, in both kinds of fp8
+            return rows.masked_fill_(gap, value).view(pool.dtype).view(*self.shape, *rows.shape[1:])
+
+        return copied(self.k), copied(self.v)
+
+    def attention(
+        self, q: Tensor, since: int, *, sink_logits: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the causal attention of the last tokens of all rows.
+
+        q: [b, Hq, t, d]. options: scale and softcap. Returns out [b, Hq, t, dv], and the log-sum-exp with the sink,
+        fp32 [b, Hq, t].
+        """
+        t, rows = q.shape[2], self.by_row(q)
+        parts = []
+        for begin in range(0, t, MAX_WINDOW):
+            end = min(t, begin + MAX_WINDOW)
+            visible = self.visible(since - t + end, end - begin)
+            part = window_attention(
+                rows[:, :, begin:end], self.k, self.v, visible, scores=False, block_table=self.table, **options
+            )
+            parts.append(part[:2])
+        out, lse = (torch.cat(x, 2).view(*q.shape[:3], *x[0].shape[3:]) for x in zip(*parts))
+        if sink_logits is not None:  # rows differ in their heads' sinks, and the operator has the same for all rows
+            sinks = sink_logits[:, None]
+            out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype)
+            lse = torch.logaddexp(lse, sinks)
+        return out, lse
+
+    def visible(self, since: int, t: int) -> Tensor:
+        """Return the slots that each of the last t tokens of the rows sees, int32 [b * Hk, t]."""
+        new = torch.arange(since - t + 1, since + 1, device=self.counts.device)
+        return (self.counts.view(-1, 1) + new).int()
+
+    def by_row(self, x: Tensor) -> Tensor:
+        """Return [b, Hq, ..] as [b * Hk, Hq / Hk, ..]."""
+        return x.reshape(len(self.table), -1, *x.shape[2:])
+
+    def _write(self, at: Tensor, k: Tensor, v: Tensor) -> None:
+        for pool, x in ((self.k, k), (self.v, v)):
+            _bytes(pool).view(-1, pool.shape[3])[at] = x
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """x, and fp8 as bytes, which torch can index."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
