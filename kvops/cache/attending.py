@@ -135,10 +135,8 @@ class AttendingCache(Cache, kind="queries"):
         assert queries is not None
         queries = queries[:, :, -w:]
         if self._ragged is not None:
-            view.window, lse = w, None
-            if self.policy.score == "softmax":
-                lse = self._ragged.attention(queries, self._since, **options)[1]
-            view.observed = self._scores_by_row(self._ragged, queries, self._since, lse, options)
+            view.window = w
+            view.observed = self._scores_by_row(self._ragged, queries, self._since, None, options)
             return
         visible = causal_limits(view.n, queries.shape[2], view.k.device)
         view.window = w
@@ -147,15 +145,28 @@ class AttendingCache(Cache, kind="queries"):
     def _scores_by_row(
         self, ragged: Ragged, q: Tensor, since: int, lse: Tensor | None, options: dict[str, Any]
     ) -> Tensor:
-        """Return `View.observed` of the last queries, [b, Hq, w, d], for heads that differ in length. lse: of them."""
-        policy, w = self.policy, q.shape[2]
-        held = ragged.lengths(since)
-        rows = View(ragged.k, ragged.v, lengths=held.int(), block_table=ragged.table)
-        lse = None if lse is None else ragged.by_row(lse).contiguous()
-        prefix = (held - w).int() if policy.protects_window else None
-        options = {**options, "sink_logits": None}  # the log-sum-exp has them
-        scores = policy.summed(ragged.by_row(q), rows, ragged.visible(since, w), lse, prefix, options)
-        assert scores is not None  # there are queries
+        """Return `View.observed` of the last queries, [b, Hq, w, d], for heads that differ in length.
+
+        lse: their log-sum-exp, or None. options: of the logits.
+        """
+        policy, w, (_, heads) = self.policy, q.shape[2], ragged.shape
+        held, queries, visible = ragged.lengths(since).int(), ragged.by_row(q), ragged.visible(since, w)
+        known = None if lse is None else ragged.by_row(lse).contiguous()
+
+        def observed(rows: slice, sinks: Tensor | None) -> Tensor:
+            view = View(ragged.k, ragged.v, lengths=held[rows], block_table=ragged.table[rows])
+            prefix = held[rows] - w if policy.protects_window else None
+            own = None if known is None else known[rows]
+            scores = policy.summed(queries[rows], view, visible[rows], own, prefix, {**options, "sink_logits": sinks})
+            assert scores is not None  # there are queries
+            return scores
+
+        sinks = options.get("sink_logits")
+        if sinks is None or policy.score == "dot":
+            scores = observed(slice(None), None)
+        else:  # the operator has the same sinks for all rows
+            each = [observed(slice(h, None, heads), own) for h, own in enumerate(sinks.view(heads, -1))]
+            scores = torch.stack(each, 1).flatten(0, 1)
         columns = self._columns(ragged).unsqueeze(1)
         at = columns.clamp(min=0).expand(-1, scores.shape[1], -1)
         scores = scores.gather(2, at).masked_fill(columns < 0, torch.nan)

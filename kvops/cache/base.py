@@ -239,7 +239,7 @@ class Cache:
         -1 after the slots of a head that holds fewer than others.
         """
         if self._ragged is not None:
-            return self._positions(self._ragged, self._ragged.columns(self._since, len(self)))
+            return self._positions(self._ragged, self._ragged.columns(self._since))
         if self._memory is None:
             return None
         return self._stored().positions() if self._eviction is None else self._kept
@@ -409,9 +409,9 @@ class Cache:
         return self._record(q, self._attention(q, k_step, v_step, options)[0])
 
     def _attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Compute the causal attention of the step's last rows, and its log-sum-exp, [b, Hq, r].
+        """Compute the causal attention of the step's last rows, and its log-sum-exp without the sink, [b, Hq, r].
 
-        Where heads differ in length, the log-sum-exp includes the sink. options: scale, softcap and sink_logits.
+        options: scale, softcap and sink_logits.
         """
         if self._reading is not None:
             self._unread = False
@@ -529,8 +529,9 @@ class Cache:
     def _stored(self, new: int | None = None) -> View:
         """Return the policy's view of the stored slots. new: how many of the tokens belong to this step.
 
-        Of heads that differ in length it is a copy. All heads begin with their sinks and end with their newest slot,
-        and where they hold fewer slots than the longest, K and V are NaN, which every rule leaves out.
+        Of heads that differ in length it is a copy. The newest tokens that the policy protects are the last slots of
+        all heads, and before them a head that holds fewer slots than the longest has K and V of NaN, which every rule
+        leaves out.
         """
         if self._ragged is not None:
             columns = self._columns(self._ragged)
@@ -545,7 +546,7 @@ class Cache:
     def _k_and_v(self) -> tuple[Tensor, Tensor]:
         """Return K and V of the stored slots. The tensors that `append` returned stay valid."""
         if self._ragged is not None:
-            return self._ragged.rectangle(self._ragged.columns(self._since, len(self)), 0.0)
+            return self._ragged.rectangle(self._ragged.columns(self._since), 0.0)
         self._settle(in_place=False)
         assert self._memory is not None  # callers check
         return self._memory.first(self._length)
@@ -563,7 +564,8 @@ class Cache:
 
     def _columns(self, ragged: Ragged) -> Tensor:
         """Return the slots of each head as the columns of a view; see `_stored`."""
-        return ragged.columns(self._since, getattr(self._rule, "sinks", 0))
+        assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
+        return ragged.columns(self._since, self._rule.newest(self._rule.room(self._few(0))))
 
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""
@@ -723,6 +725,7 @@ class Cache:
         if self._ragged is not None:
             rows = f(torch.arange(self.rows, device=self._ragged.k.device))
             self._ragged, self._reading = self._ragged.rows(rows, self._since), None
+            self._length = self._ragged.longest + self._since
         for name in self._tensors:
             x = getattr(self, name)
             if x is not None:

@@ -91,17 +91,16 @@ class Ragged:
         twin._write(twin._first[row] + slot, *(_bytes(x).flatten(0, 2)[at] for x in (self.k, self.v)))
         return twin
 
-    def columns(self, since: int, first: int) -> Tensor:
+    def columns(self, since: int, last: int = 0) -> Tensor:
         """Return the slots of each row as the columns of a rectangle as wide as the longest: int64 [b * Hk, width].
 
-        The first slots of a row stay where they are, `first` of them, and the others end with the last column. -1 marks
+        The last slots of a row, `last` of them, end with the last column, and the others stay where they are. -1 marks
         the gap between.
         """
         held, width = self.lengths(since).unsqueeze(1), self.longest + since
         column = torch.arange(width, device=held.device)
-        own = column - (width - held)  # of the slots that end with the last column
-        left = column < held.clamp(max=first)
-        return torch.where(left, column, torch.where(own >= first, own, -1))
+        moved, first = column - (width - held), held - last
+        return torch.where(column < first, column, torch.where(moved >= first.clamp(min=0), moved, -1))
 
     def rectangle(self, columns: Tensor, empty: float) -> tuple[Tensor, Tensor]:
         """Copy K and V, [b, Hk, width, d], in the order of `columns`. empty: 0.0 or NaN, the value in the gaps."""
@@ -119,7 +118,7 @@ class Ragged:
     ) -> tuple[Tensor, Tensor]:
         """Compute the causal attention of the last tokens of all rows.
 
-        q: [b, Hq, t, d]. options: scale and softcap. Returns out [b, Hq, t, dv], and the log-sum-exp with the sink,
+        q: [b, Hq, t, d]. options: scale and softcap. Returns out [b, Hq, t, dv], and the log-sum-exp without the sink,
         fp32 [b, Hq, t].
         """
         t, rows = q.shape[2], self.by_row(q)
@@ -133,9 +132,7 @@ class Ragged:
             parts.append(part[:2])
         out, lse = (torch.cat(x, 2).view(*q.shape[:3], *x[0].shape[3:]) for x in zip(*parts))
         if sink_logits is not None:  # rows differ in their heads' sinks, and the operator has the same for all rows
-            sinks = sink_logits[:, None]
-            out = (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(q.dtype)
-            lse = torch.logaddexp(lse, sinks)
+            out = (out * torch.sigmoid(lse - sink_logits[:, None]).unsqueeze(-1)).to(q.dtype)
         return out, lse
 
     def visible(self, since: int, t: int) -> Tensor:

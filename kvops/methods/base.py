@@ -44,7 +44,7 @@ from ..ops.checks import (
     check_recent,
     plain,
 )
-from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens, valid_slots
+from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens
 from .merging import merged_values
 from .projection import Projection, check_layers, check_projection
 from .select import all_slots, readable_keys, select_budget, shared_scores
@@ -596,7 +596,9 @@ class BudgetPolicy(Policy):
                 "head_mode='adaptive', got a budget per head"
             )
         if self.ragged and not (self.by_head or self.needs.stage):
-            raise ValueError(f"{self.name}: all heads keep the same tokens, expected another head_mode, got {self!r}")
+            raise ValueError(
+                f"{self.name}: its scores do not divide the budget of a cache, expected another head_mode, got {self!r}"
+            )
         if self.ragged and (self.needs.per_slot or self.merge or self.protect is not None):
             raise ValueError(
                 f"{self.name}: heads of a cache that differ in length support no sums of scores per slot, merge=False "
@@ -647,6 +649,7 @@ class BudgetPolicy(Policy):
         if self.head_mode == "shared":
             scores = shared_scores(scores)
         elif self.head_mode == "adaptive":
+            scores = view.without_gaps(scores)
             budget = self._shares(scores, view, budget, options.get("recent", 0))
         return select_budget(
             self.name,
@@ -658,18 +661,7 @@ class BudgetPolicy(Policy):
             **options,
         )
 
-    def behind_sinks(self, view: View) -> tuple[Tensor | None, Tensor | None]:
-        """The starts and lengths of the slots that may be kept, without the sinks."""
-        starts, lengths = view.spans["starts"], view.lengths
-        if not self.sinks:
-            return starts, lengths
-        first = torch.zeros(view.rows, dtype=torch.int32, device=view.k.device) if starts is None else starts
-        valid = valid_slots(view.n, first, lengths)
-        return first + valid.clamp(max=self.sinks), (valid - self.sinks).clamp(min=0)
-
-    def _shares(
-        self, scores: Tensor, view: View, budget: Budget, recent: int | float, **options: Any
-    ) -> Tensor:
+    def _shares(self, scores: Tensor, view: View, budget: Budget, recent: int | float, **options: Any) -> Tensor:
         """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk].
 
         options: the floor of `head_budgets`.
@@ -682,7 +674,7 @@ class BudgetPolicy(Policy):
             )
         assert not isinstance(budget, Tensor)  # `check` refuses it
         newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
-        starts, lengths = self.behind_sinks(view)
+        starts, lengths = view.behind(self.sinks)
         if self.sinks:
             budget -= self.sinks
         return head_budgets(scores, budget, newest, starts=starts, lengths=lengths, **options) + self.sinks
@@ -776,8 +768,9 @@ class KeyPolicy(BudgetPolicy):
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
     """
 
     by_head: ClassVar[bool] = True

@@ -180,9 +180,10 @@ def criticalkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`). With "adaptive" the heads share the layer's budget by s, and each splits its own
-            into the two stages. With "shared" both scores are means over the heads.
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention. With "adaptive" the heads share
+            the layer's budget by s, and each splits its own into the two stages. With "shared" both scores are means
+            over the heads.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -285,9 +286,9 @@ def defensivekv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`). With "adaptive" the heads share the layer's budget by both stages. With "shared" m
-            and the second stage's scores are means over the heads.
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention. With "adaptive" the heads share
+            the layer's budget by both stages. With "shared" m and the second stage's scores are means over the heads.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -377,8 +378,8 @@ def expectedattention_compress(
             -1.
         sinks: First tokens that are always kept; they count towards the budget. The softmax leaves these tokens out.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -386,8 +387,9 @@ def expectedattention_compress(
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
         statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`. Or "prompt", as in
             kvpress: the mean and the covariance of the prompt's own queries, per row, without those of the first
@@ -469,8 +471,8 @@ def h2o_compress(
             -1.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -553,8 +555,8 @@ def keydiff_compress(
             -1.
         sinks: First tokens that are always kept; they count towards the budget. The paper protects none.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -563,8 +565,9 @@ def keydiff_compress(
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
         merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
             n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
             Pages, and engines that move tokens by themselves, are refused.
@@ -618,6 +621,7 @@ def kvzip_compress(
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "max",
+    scope: Literal["layer", "model"] = "layer",
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,
@@ -664,9 +668,12 @@ def kvzip_compress(
         passes: The rows of each pass, with the sum t; one pass for each chunk of the longest row. None: one pass.
         sinks: First tokens that are always kept. They also take part in the softmax of the passes for later chunks.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
+        scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
+            keeps its highest scores in whichever layers and heads they are (KVzip, Sec. 3.4). The budget is then the
+            mean over all heads, without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -699,6 +706,7 @@ def kvzip_compress_(
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "max",
+    scope: Literal["layer", "model"] = "layer",
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,
@@ -742,8 +750,8 @@ def l2_compress(
             -1. It is the budget of each layer that is not skipped.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -751,8 +759,9 @@ def l2_compress(
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
         merge: Average evicted values into the kept tokens with the most similar keys; not part of the paper. This needs
             n * m * d multiply-adds per head for m kept tokens, and 8 n dv bytes of memory per head until it is done.
             Pages, and engines that move tokens by themselves, are refused.
@@ -1000,8 +1009,8 @@ def laq_compress(
         lookahead_lengths: int32 [b], how many lookahead rows count, if the drafts of some rows ended early.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1281,8 +1290,8 @@ def random_compress(
             -1.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1290,8 +1299,9 @@ def random_compress(
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
         seed: The seed of the hash, at least 0.
         **call: starts, lengths, fill_invalid, out, block_table, layout, layer, num_layers; see `Spans` and
             `LayerSpans`.
@@ -1367,8 +1377,8 @@ def rkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1447,8 +1457,8 @@ def satkv_compress(
         window: Newest tokens that are always kept.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1529,8 +1539,8 @@ def snapkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1668,8 +1678,8 @@ def tova_compress(
             -1. A budget per head needs head_mode="per_head".
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`). The paper's is "shared".
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention. The paper's is "shared".
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1748,8 +1758,8 @@ def triattention_compress(
         sinks: First tokens that are always kept; they count towards the budget. They are always kept, so their scores
             do not count in the mean and the std.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -1758,9 +1768,9 @@ def triattention_compress(
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
         recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
-            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget; the
-            budgets themselves are computed with this fraction of the mean budget protected in every head. The authors'
-            engine plugin keeps the newest 128 tokens of a budget of 2048.
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head. The authors' engine plugin keeps the newest 128 tokens of a budget of 2048.
         statistics: A `QueryStatistics` of the model, or the path of its file. It is required: calls without it raise
             ValueError. If it covers several layers, single calls need `layer` and `num_layers`.
         max_offset: The largest future offset D, at most 2^40.
@@ -1844,8 +1854,8 @@ def vase_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
-            mean score. "adaptive" (one-shot calls only): the heads share the budget of the layer by their scores
-            (`kvops.head_budgets`).
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps

@@ -125,7 +125,7 @@ class VaSE(ObservedPolicy):
             budgets = fraction_of(self.largest_values, budgets).expand(shape).contiguous()
         else:
             budgets = None
-        starts, lengths = self.behind_sinks(view)
+        starts, lengths = view.behind(self.sinks)
         lengths = prefix_lengths(drawn, view.window, starts, lengths)
         largest = select_topk(ranges, k=self.largest(keep), starts=starts, lengths=lengths, budgets=budgets)
         # The last column takes the writes of missing entries.

@@ -48,7 +48,8 @@ class View:
         seen: Tokens seen so far, padding included; n in a one-shot call.
         new: How many of the last slots belong to the current step; n in a one-shot call.
         kept: int64 [b, Hk, <= n] or None, the positions of the first slots of a cache. The positions of the other slots
-            are consecutive and end at `seen`.
+            are consecutive and end at `seen`. In a cache whose heads differ in length, those of all slots; -1 in the
+            gaps of heads that hold fewer slots than the longest, where K and V are NaN.
         padding: int32 [b] or None, the columns of padding before each row's first token.
         observed: The attention that queries gave to each key (`QueryPolicy`): fp32 [b, Hk, n] or [b, Hq, n]. With
             several `reductions`, as in `DefensiveKV`, the heads of each follow one another.
@@ -128,6 +129,20 @@ class View:
         slots, starts = torch.arange(self.n, device=self.k.device), self.spans["starts"]
         begin = 0 if starts is None else starts[:, None, None]
         return (slots >= begin) & (slots < begin + count)
+
+    def behind(self, count: int) -> tuple[Tensor | None, Tensor | None]:
+        """The starts and lengths, as a selection takes them, without the first `count` valid slots of each row."""
+        starts, lengths = self.spans["starts"], self.lengths
+        if not count:
+            return starts, lengths
+        begin = torch.zeros(self.rows, dtype=torch.int32, device=self.k.device) if starts is None else starts
+        valid = self.n - begin if lengths is None else lengths
+        return begin + valid.clamp(max=count), (valid - count).clamp(min=0)
+
+    def without_gaps(self, scores: Tensor) -> Tensor:
+        """The scores, [b, Hk, n], but NaN in the gaps of a cache whose heads differ in length, for rules without K."""
+        kept = self.kept
+        return scores if kept is None or kept.shape[2] < self.n else scores.masked_fill(kept < 0, torch.nan)
 
     @property
     def seen_by_queries(self) -> Tensor:

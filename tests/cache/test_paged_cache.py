@@ -363,7 +363,7 @@ def test_bad_steps():
 def test_settings():
     for policy, parts in (
         (kvops.KeyDiff(0.5), ("budget in tokens, an int, got 0.5",)),
-        (kvops.KeyDiff(20, head_mode="adaptive"), ("heads of a cache keep the same number",)),
+        (kvops.KeyDiff(20, head_mode="adaptive"), ("one block table for all heads", "keep the same number of tokens")),
         (kvops.L2(20, skip_layers=()), ("whose compress takes pages",)),
         (kvops.LaCache(20, sinks=2, span=1, overlap=0), ("whose compress takes pages",)),
         (kvops.PyramidKV(24, window=5), ("layers that differ in length need a PagedCache with by_head=True",)),

@@ -15,7 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 SOFTMAX = (torch.nn.functional.softmax, torch.softmax, torch.Tensor.softmax)
 SUMS = (*SOFTMAX, torch.logsumexp, torch.Tensor.logsumexp)  # a sink may enter through the log-sum-exp
 
-Kept = dict[int, Tensor]  # by evicting layer: int64 [b, Hk, m], the positions in its slots
+Kept = dict[int, Tensor]  # by evicting layer: int64 [b, Hk, m], the positions in its slots; -1 for none
 
 
 class Replay(TorchFunctionMode):
@@ -71,7 +71,9 @@ class Replay(TorchFunctionMode):
         """The cache has returned these keys and values; the last `new` tokens belong to the step."""
         self.expect(layer if layer in self.kept else None)
         if self.layer is not None:
-            hidden = torch.ones(keys.shape[:3], dtype=torch.bool).scatter_(2, self.kept[layer], False)
+            kept = self.kept[layer]
+            kept = kept.where(kept >= 0, keys.shape[2] - 1)  # a column of the step, which is never hidden
+            hidden = torch.ones(keys.shape[:3], dtype=torch.bool).scatter_(2, kept, False)
             hidden[..., keys.shape[2] - new :] = False
             self.hidden[layer] = hidden
         return keys, values

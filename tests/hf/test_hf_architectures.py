@@ -114,7 +114,7 @@ def config_of(name):
 @pytest.mark.parametrize("name", tiny.names())
 def test_architecture(name):
     """Methods depend on different parts of a model: KeyDiff on its keys and masks, H2O on its queries and attention
-    weights, StreamingLLM on its rotation."""
+    weights, StreamingLLM on its rotation. R-KV's heads differ in length."""
     config = config_of(name)
     served = ARCHITECTURES[tiny.row(name)]
     if served.cache:
@@ -131,6 +131,8 @@ def test_architecture(name):
     use_attention(model)
     evicts = bool(kept_of(cache_of(model, kvops.Full())))
     assert_replayed(model, kvops.H2O(12), told=evicts)  # Mamba takes no mask over tokens it has read
+    if evicts:
+        assert_replayed(model, kvops.RKV(12, window=3, buffer=1, head_mode="adaptive"))
     if evicts and tiny.has_output_weights(model):
         policy = for_model(kvops.CriticalKV(12, window=4), model)
         assert_replayed(model, policy)

@@ -253,6 +253,7 @@ OTHER = {
     "positions": "original",
     "pattern": "official",
     "compaction": "whole",
+    "scope": "model",
     "task": "understanding",
     "clusters": "lsh",
     "cluster_reduce": "sum",
@@ -277,6 +278,8 @@ def changed(policy, name):
         return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
     if name == "w_o":
         return replace(policy, w_o=value + 1)
+    if name == "scope":
+        return replace(policy, head_mode="adaptive", scope="model")
     if name == "score" and isinstance(policy, kvops.DefensiveKV):
         return replace(policy, score="dot", stages=False)
     if name in OTHER:
@@ -649,14 +652,21 @@ def test_adaptive_heads_need_scores_of_their_own():
 
 
 @every_scoring
-def test_caches_refuse_budgets_per_head(policy):
-    message = (
-        f"{policy.name}: the heads of a cache keep the same number of tokens, expected budget as an int or a float"
-    )
+def test_caches_with_budgets_per_head(policy):
+    """A cache shares its budget among its heads, if the policy's scores allow it, and takes no other shares."""
     kvops.Cache(policy)
-    for wrong in (replace(policy, budget=kit.int32(20, 20).view(1, 2)), replace(policy, head_mode="adaptive")):
-        with kit.refuses(message, "got a budget per head"):
-            kvops.Cache(wrong)
+    with kit.refuses(f"{policy.name}: a cache expects budget as an int or a float", "got a budget per head"):
+        kvops.Cache(replace(policy, budget=kit.int32(20, 20).view(1, 2)))
+    adaptive = replace(policy, head_mode="adaptive")
+    if isinstance(policy, (kvops.H2O, kvops.TOVA)):
+        why = "no sums of scores per slot" if isinstance(policy, kvops.H2O) else "expected another head_mode"
+        with kit.refuses(f"{policy.name}: ", why):
+            kvops.Cache(adaptive)
+        return
+    kvops.Cache(adaptive)
+    if "protect" in {x.name for x in fields(policy)}:
+        with kit.refuses(f"{policy.name}: ", "protect=None"):
+            kvops.Cache(replace(adaptive, protect="prompt"))
 
 
 # By name
