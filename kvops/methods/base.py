@@ -595,14 +595,11 @@ class BudgetPolicy(Policy):
                 f"{self.name}: a cache expects budget as an int or a float, and shares it among its heads with "
                 "head_mode='adaptive', got a budget per head"
             )
-        if self.ragged and not (self.by_head or self.needs.stage):
+        own = self.by_head or self.needs.stage
+        if self.ragged and not (own and not self.needs.per_slot and not self.merge and self.protect is None):
             raise ValueError(
-                f"{self.name}: its scores do not divide the budget of a cache, expected another head_mode, got {self!r}"
-            )
-        if self.ragged and (self.needs.per_slot or self.merge or self.protect is not None):
-            raise ValueError(
-                f"{self.name}: heads of a cache that differ in length support no sums of scores per slot, merge=False "
-                f"and protect=None, expected head_mode 'per_head' or 'shared', got {self!r}"
+                f"{self.name}: heads of a cache differ in length with scores of each head that are not added up from "
+                f"step to step, merge=False and protect=None only, expected another head_mode, got {self!r}"
             )
         super().check_cache(layer, num_layers)
 

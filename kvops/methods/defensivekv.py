@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..ops import select_topk
 from ..ops.api import Reduce
 from ..ops.checks import check_bool, check_finite
 from ..ops.window import outside_prefix
@@ -48,8 +49,10 @@ class DefensiveKV(WindowPolicy):
     Attributes:
         budget: See `BudgetPolicy`. It must hold the window.
         sinks: See `BudgetPolicy`.
-        head_mode: See `BudgetPolicy`. With "adaptive" the heads share the layer's budget by both stages. With "shared"
-            m and the second stage's scores are means over the heads.
+        head_mode: See `BudgetPolicy`. With "adaptive" the heads share the layer's budget, and each stage is one for all
+            of them: the first keeps the layer's highest m, as long as the attention of all others is more than
+            1 - first_stage_mass on average over the heads. With "shared" m and the second stage's scores are means over
+            the heads.
         group_reduce: See `QueryPolicy`. Of r; m is always a mean.
         window: See `WindowPolicy`.
         kernel_size: See `WindowPolicy`.
@@ -127,9 +130,16 @@ class DefensiveKV(WindowPolicy):
             mean, weighted = shared_scores(mean), shared_scores(weighted)
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
-        best = first_slots(self.name, mean, budget, self.sinks + recent, starts=view.starts, lengths=view.lengths)
+        if self.head_mode == "adaptive":  # the first stage, too, is one for all heads of the layer, here one row
+            assert isinstance(budget, int)  # as `_shares` checks, because there is a window
+            mean = mean.flatten(1).unsqueeze(1) / view.heads
+            best = select_topk(mean, k=view.heads * (budget - self.sinks - recent))
+        else:
+            best = first_slots(self.name, mean, budget, self.sinks + recent, starts=view.starts, lengths=view.lengths)
         attention = pad(mean.nan_to_num(0.0), (0, 1)).double()
-        order = attention.gather(2, torch.where(best < 0, view.n, best)).sort(dim=-1, descending=True, stable=True)
+        held = attention.gather(2, torch.where(best < 0, mean.shape[2], best))
+        order = held.sort(dim=-1, descending=True, stable=True)
         others = attention.sum(-1, keepdim=True) - order.values.cumsum(-1)
         first = torch.where(others > 1 - self.first_stage_mass, best.gather(2, order.indices), -1)
-        return with_first(weighted, first, torch.finfo(weighted.dtype).max)  # finite, as `shared_scores` needs
+        # finite, as `shared_scores` needs
+        return with_first(weighted.view_as(mean), first, torch.finfo(weighted.dtype).max).view_as(weighted)

@@ -288,7 +288,9 @@ def defensivekv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention. With "adaptive" the heads share
-            the layer's budget by both stages. With "shared" m and the second stage's scores are means over the heads.
+            the layer's budget, and each stage is one for all of them: the first keeps the layer's highest m, as long as
+            the attention of all others is more than 1 - first_stage_mass on average over the heads. With "shared" m and
+            the second stage's scores are means over the heads.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.

@@ -1,4 +1,4 @@
-"""Caches whose heads differ in length: what they hold, attend to and evict, against fp64 and against each head alone."""
+"""Caches whose heads differ in length: what they hold, attend to and evict, against fp64 and each head alone."""
 
 import copy
 from dataclasses import dataclass, fields, replace
@@ -84,7 +84,7 @@ class Text:
         return weights @ v.repeat_interleave(GROUP, 1)
 
     def check(self):
-        """Check that the cache holds the tokens of its positions, bit for bit, and little more memory than they need."""
+        """Check that the cache holds the tokens of its positions, bit for bit, and little spare memory."""
         cache = self.cache
         positions, lengths = cache.positions, cache.lengths
         assert positions.shape == (B, HEADS, len(cache)) and int(lengths.max()) == len(cache)
@@ -398,5 +398,5 @@ def test_refusals():
         with kit.refuses(f"{policy.name}: ", "expected another head_mode"):
             kvops.Cache(replace(policy, head_mode="adaptive"))
     for policy in (kvops.H2O(20), kvops.KeyDiff(20, merge=True), kvops.KeyDiff(20, protect="prompt")):
-        with kit.refuses(f"{policy.name}: heads of a cache that differ in length support no sums"):
+        with kit.refuses(f"{policy.name}: ", "not added up from step to step, merge=False and protect=None only"):
             kvops.Cache(replace(policy, head_mode="adaptive"))

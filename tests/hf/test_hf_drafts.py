@@ -21,6 +21,7 @@ PROMPT_ONLY = {
     "full": kvops.Full(),
     "snapkv": kvops.SnapKV(16, window=4),
     "snapkv-short": kvops.SnapKV(16, window=2, kernel_size=1),
+    "snapkv-adaptive": kvops.SnapKV(16, window=4, head_mode="adaptive"),
     "pyramidkv": kvops.PyramidKV(16, window=4),
     "chunkkv": kvops.ChunkKV(16, window=4, chunk=4),
     "protokv": kvops.ProtoKV(16, window=4, num_sats=4, num_chunks=6, buffer=None),
@@ -31,6 +32,7 @@ PROMPT_ONLY = {
 BY_KEYS = {
     "keydiff": kvops.KeyDiff(16, buffer=3),
     "keydiff, at once": kvops.KeyDiff(16, buffer=1),
+    "keydiff, adaptive": kvops.KeyDiff(16, buffer=3, head_mode="adaptive"),
     "lagkv": kvops.LagKV(lag=8, ratio=0.25, sinks=2),
     "streaming": kvops.StreamingLLM(16),
     "lacache": kvops.LaCache(24),
@@ -139,7 +141,7 @@ def test_methods_that_evict_in_decode_wait_for_what_is_accepted(method, kind, na
     def watched(cache):
         catch_up(cache)
         if cache.layer == 0:
-            ends.append((cache.seen, len(cache)))
+            ends.append((cache.seen, int(cache.lengths.sum()) // cache.lengths.numel()))
 
     monkeypatch.setattr(kvops.Cache, "catch_up", watched)
     out = how(name, model, policy)(

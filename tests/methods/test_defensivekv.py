@@ -253,18 +253,28 @@ def test_both_stages_decide():
 
 
 def test_heads_share_the_budget_by_both_stages():
-    """Each head keeps its best fifth of the budget, and the layer the best of all others, first stages first."""
+    """The first stage is the layer's. Each head keeps a fifth of the budget, and the layer the best of all others."""
     q, k, v, w_o = projected(n=200, w=8, b=1)
     k[:, 1] *= 0.2  # this head attends evenly
     mean, second = both_scores(q, k, v, w_o)
-    kept, others = [], []
-    for h, (m, s) in enumerate(zip(mean[0], second[0])):
-        best, first = ranking(m, s, 52, mass=0.3)
-        kept.append(best[:10])  # a fifth of 60 - 8, rounded down
-        others += [(place >= first, -float(s[i]), h, i) for place, i in enumerate(best)][10:]
-    for _, _, h, i in sorted(others)[: 2 * (52 - 10)]:
+    weights = sorted(((float(m) / 2, h, i) for h in range(2) for i, m in enumerate(mean[0, h, :192])), reverse=True)
+    others, first = sum(x for x, _, _ in weights), set()
+    for weight, h, i in weights:
+        others -= weight
+        if others <= 0.7:
+            break
+        first.add((h, i))
+    ranks = [(0, h, i) if (h, i) in first else (1, -float(second[0, h, i]), h, i) for h in range(2) for i in range(192)]
+    kept, rest = [[], []], []
+    for *_, h, i in sorted(ranks):
+        if len(kept[h]) < 10:  # a fifth of 60 - 8, rounded down
+            kept[h].append(i)
+        else:
+            rest.append((h, i))
+    for h, i in rest[: 2 * (52 - 10)]:
         kept[h].append(i)
     want = [sorted([*x, *range(192, 200)]) for x in kept]
+    assert 10 < len(first) < 2 * 52 and len({h for h, _ in first}) == 2
     found = kvops.defensivekv_compress(k, v, q, 60, w_o=w_o, head_mode="adaptive", first_stage_mass=0.3).indices
     assert [[i for i in x if i >= 0] for x in found[0].tolist()] == want
     assert len(want[0]) != len(want[1])
