@@ -21,6 +21,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- continuation -->`: the loss of text after a cut on SmolLM2, from eval-continuation-*.json; `<!-- protokv texts
   -->`: ProtoKV's variants.
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
+- `<!-- ragged -->`: bench/experiments/ragged.py. `<!-- ragged quality -->`: the needles of eval-ragged.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -684,12 +685,37 @@ def other_prompts_table() -> str:
     return markdown(lines)
 
 
+def ragged_table() -> str:
+    """Return a row per dtype and budget: the lengths of the heads, and the step's time and the bytes as ratios."""
+    lines = [["", "rows per head", "of the shortest", "of the longest", "time", "bytes"], ["---"] * 6]
+    for row in load("ragged")["rows"]:
+        held = row["bytes"]["adaptive"] / row["bytes"]["per_head"]
+        lengths = map(number, (row["budget"], min(row["lengths"]), max(row["lengths"])))
+        lines.append([row["dtype"], *lengths, f"{row['ratio']:.2f} x", f"{held:.2f} x"])
+    return markdown(lines)
+
+
+def ragged_quality_table() -> str:
+    """Return a row per method and division of its budget, a column per cut and budget: the digits found."""
+    rows = claims.rows("ragged")
+    columns = sorted({(x["point"], x["budget"]) for x in rows if x["budget"] and x["task"] == NEEDLES[0]})
+    cells = {(x["method"], x["point"], x["budget"]): percent(x, "partial") for x in rows if x["task"] == NEEDLES[0]}
+    whole = {x["point"]: percent(x, "partial") for x in rows if x["method"] == "Full" and x["task"] == NEEDLES[0]}
+    lines = [["method", *(f"{point} the question, {size}" for point, size in columns)], ["---"] * (1 + len(columns))]
+    lines.append(["Full", *(whole[point] for point, _ in columns)])
+    for name in dict.fromkeys(x["method"] for x in rows if x["method"] != "Full"):
+        lines.append([name, *(cells.get((name, *column), "") for column in columns)])
+    return markdown(lines)
+
+
 #: Tables by the name of their markers.
 TABLES = {
     "real model": real_model_table,
     "continuation": partial(continuation_table, LABELS),
     "protokv texts": partial(continuation_table, ("ProtoKV", "ProtoKV num_chunks=62", claims.SOFTMAX, "SnapKV")),
     "other prompts": other_prompts_table,
+    "ragged": ragged_table,
+    "ragged quality": ragged_quality_table,
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

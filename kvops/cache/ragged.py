@@ -33,7 +33,7 @@ class Ragged:
         shared: Whether another cache reads the same memory, so that neither may write to it.
     """
 
-    __slots__ = ("k", "v", "counts", "room", "longest", "mean", "table", "shared", "_first")
+    __slots__ = ("k", "v", "counts", "room", "longest", "mean", "table", "shared", "_first", "_next", "_visible")
 
     def __init__(self, k: Tensor, v: Tensor, counts: Tensor, room: int):
         """Allocate rows for `counts` slots, int64 [b, Hk], and `room` more, like those of k and v, [.., d]."""
@@ -47,6 +47,10 @@ class Ragged:
         page = torch.arange(most, device=k.device)
         self.table = torch.where(page < pages[:, None], first[:, None] + page, -1).int()
         self._first = first * PAGE  # of each row's slots in the pool
+        # Of the first token after `counts`, so that a step of decode computes little: its slot, and one less than the
+        # slots that it sees.
+        self._next = (self._first.view_as(counts) + counts).unsqueeze(-1)
+        self._visible = counts.view(-1, 1).int()
 
     @staticmethod
     def of(k: Tensor, v: Tensor, indices: Tensor) -> Ragged:
@@ -74,9 +78,7 @@ class Ragged:
         if since + t > self.room or not is_writable(self.k, self.shared):
             room = self.room if since + t <= self.room else since + t + spare_slots(self.mean + since + t)
             memory = self.rows(torch.arange(self.shape[0], device=k.device), since, room)
-        new = torch.arange(since, since + t, device=k.device)
-        at = (memory._first.view(*self.shape) + self.counts).unsqueeze(-1) + new
-        memory._write(at, _bytes(k), _bytes(v))
+        memory._write(memory._next + _span(since, since + t, k.device), _bytes(k), _bytes(v))
         return memory
 
     def rows(self, rows: Tensor, since: int, room: int | None = None) -> Ragged:
@@ -130,15 +132,15 @@ class Ragged:
                 rows[:, :, begin:end], self.k, self.v, visible, scores=False, block_table=self.table, **options
             )
             parts.append(part[:2])
-        out, lse = (torch.cat(x, 2).view(*q.shape[:3], *x[0].shape[3:]) for x in zip(*parts))
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts))
+        out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
         if sink_logits is not None:  # rows differ in their heads' sinks, and the operator has the same for all rows
             out = (out * torch.sigmoid(lse - sink_logits[:, None]).unsqueeze(-1)).to(q.dtype)
         return out, lse
 
     def visible(self, since: int, t: int) -> Tensor:
         """Return the slots that each of the last t tokens of the rows sees, int32 [b * Hk, t]."""
-        new = torch.arange(since - t + 1, since + 1, device=self.counts.device)
-        return (self.counts.view(-1, 1) + new).int()
+        return self._visible + _span(since - t + 1, since + 1, self.k.device)
 
     def by_row(self, x: Tensor) -> Tensor:
         """Return [b, Hq, ..] as [b * Hk, Hq / Hk, ..]."""
@@ -147,6 +149,11 @@ class Ragged:
     def _write(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         for pool, x in ((self.k, k), (self.v, v)):
             _bytes(pool).view(-1, pool.shape[3])[at] = x
+
+
+def _span(begin: int, end: int, device: torch.device) -> int | Tensor:
+    """begin, ..., end - 1: int32, or one int."""
+    return begin if end - begin == 1 else torch.arange(begin, end, dtype=torch.int32, device=device)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -727,6 +727,19 @@ def test_what_laq_costs(tmp_path, capsys):
     assert "MISSED   own part and lookahead, one CUDA graph: < 10% of the prefill: 10.10%" in text
 
 
+def test_steps_of_heads_that_differ(tmp_path, capsys):
+    """Both caches hold as many rows, in about as many bytes, and the heads of one differ."""
+    import ragged
+
+    ragged.main(["--budgets", "64", "128", "--rounds", "2", "--json", str(tmp_path / "ragged.json")])
+    rows = json.loads((tmp_path / "ragged.json").read_text())["rows"]
+    assert [(x["dtype"], x["budget"]) for x in rows] == [(x, n) for x in ("bf16", "fp32") for n in (64, 128)]
+    for row in rows:
+        assert sum(row["lengths"]) == 8 * row["budget"] and min(row["lengths"]) * 4 < max(row["lengths"])
+        assert row["bytes"]["adaptive"] < 1.5 * row["bytes"]["per_head"] and row["ratio"] > 0
+    assert "ms, adaptive" in capsys.readouterr().out
+
+
 def test_decode_in_small(tmp_path, capsys):
     """A row for each method and both baselines; ratios are to the attention over as many tokens."""
     pytest.importorskip("transformers")
