@@ -63,6 +63,9 @@ class AttendingCache(Cache, kind="queries"):
     def _evict(self, view: View) -> Tensor | None:
         return None  # eviction waits for the attention
 
+    def _may_evict(self, new: int) -> bool:
+        return False
+
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_attended(self.name, self._due)
         self._due = k.shape[2]
@@ -99,7 +102,7 @@ class AttendingCache(Cache, kind="queries"):
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
         """Compute one layer's attention and add its scores to the step's. view: as `_step_view` returns it."""
-        rows = 0 if self.frozen else self._rule.rows(view)
+        rows = 0 if self._stays(self.seen) else self._rule.rows(view)
         w = min(rows, q.shape[2])
         out, scores = self._observe(q, k_step, v_step, w, options)
         if scores is not None:
@@ -109,7 +112,7 @@ class AttendingCache(Cache, kind="queries"):
 
     def _evict_by_queries(self, view: View, options: dict[str, Any]) -> None:
         """Evict once all layers have attended. options: the logit options of the attention."""
-        w = 0 if self._observed or self.frozen else self._rule.rows_remembered(view)
+        w = 0 if self._observed or self._stays(self.seen) else self._rule.rows_remembered(view)
         if self._ragged is not None and (self._observed or w):
             view = self._stored(new=view.new)
         if self._observed:

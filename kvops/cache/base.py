@@ -54,8 +54,8 @@ class Cache:
     Logical positions are independent of the stored slots: the next token has position `seen`, not `len`.
 
     With head_mode="adaptive" the heads of a cache differ in length from its first eviction on. Each head then has pages
-    of its own (`lengths`), `append` returns the new tokens alone, and `attention` must follow it. Sinks, budget and
-    buffer count the mean over the heads.
+    of its own (`lengths`), `append` returns the new tokens alone, and `attention` must follow it. Budget and buffer
+    count the mean over the heads. While a row of the batch is all padding, nothing is evicted.
 
     Args:
         policy: The eviction policy and its settings, such as `kvops.KeyDiff(1024)`, or a string for `kvops.policy`:
@@ -160,6 +160,7 @@ class Cache:
         #: The queries of a draft's steps, [b, Hq, steps, d].
         self.queries: Tensor | None = None
         self._padding: Tensor | None = None  # int32 [b]: padding columns of the whole sequence
+        self._most_padding = 0  # the largest of these
         # int64 [b, Hk, <= len]: positions of the slots kept by the last eviction; later slots count on from there
         self._kept: Tensor | None = None
         self._evicted_at = 0  # tokens seen at the last eviction
@@ -304,7 +305,7 @@ class Cache:
             raise ValueError(f"{self.name}: pads must be at least 0, got {pads.min()}")
         if not self.policy.fixed_budget and not pads.any():
             return
-        self._padding = pads.to(torch.int32)
+        self._padding, self._most_padding = pads.to(torch.int32), int(pads.max())
         self.pads = torch.zeros_like(self._padding)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -478,7 +479,7 @@ class Cache:
 
     def _evict_step(self, new: int) -> None:
         """Let the policy evict after a step of `new` tokens that the cache holds already."""
-        if self.frozen or not self._may_evict(new):
+        if self._stays(self.seen) or not self._may_evict(new):
             return
         view = self._stored(new=new)
         indices = self._evict(view)
@@ -487,8 +488,15 @@ class Cache:
         else:
             self._keep(indices, view)
 
+    def _stays(self, seen: int) -> bool:
+        """Whether nothing may be evicted after `seen` tokens, although the policy would.
+
+        Heads that differ in length hold no padding, so each row must have a token first.
+        """
+        return self.frozen or (self.policy.ragged and 0 < self._most_padding >= seen)
+
     def _may_evict(self, new: int) -> bool:
-        """Whether a view of the slots is needed, which is a copy if heads differ in length."""
+        """Whether `_evict` needs to see the slots after a step, which copies them if heads differ in length."""
         if self._ragged is None:
             return True
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
@@ -519,7 +527,7 @@ class Cache:
         if self._prompt == self.seen and not self.frozen and (seen > self.seen + 1 or not self.seen):
             self._set_prompt(seen)
         view = self._view(k, v, pads, seen)
-        indices = None if self.frozen else self._evict(view)
+        indices = None if self._stays(seen) else self._evict(view)
         if indices is None:
             self._length, self.pads, self.seen, self.state = k.shape[2], pads, seen, view.state
         else:

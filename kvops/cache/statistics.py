@@ -57,6 +57,9 @@ class StatisticsCache(Cache, kind="statistics"):
     def _evict(self, view: View) -> Tensor | None:
         return None if self._due else super()._evict(view)  # eviction waits for the attention
 
+    def _may_evict(self, new: int) -> bool:
+        return not self._due and super()._may_evict(new)
+
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
         check_step(self.name, q, k_step, self._due)
         with self.undone_on_error():

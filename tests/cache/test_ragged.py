@@ -337,6 +337,19 @@ def test_a_failed_step_changes_nothing(policy, monkeypatch):
         assert torch.equal(text.step(t), twin.step(t))
 
 
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[10]], ids=lambda x: x.name)
+def test_chunks_in_which_a_row_is_all_padding(policy):
+    """Nothing is evicted until each row has a token, and padding is never a token of a head."""
+    text = Text(policy, [0, 45])
+    for t in (30, 15, 20, 1, 1, 20):
+        before, first = text.cache.positions, text.cache.seen
+        out, want = text.step(t), text.attention(before, first, t)
+        torch.testing.assert_close(out.double(), want.to(out.device), atol=1e-5, rtol=1e-5)
+        assert text.cache.ragged == (text.cache.seen > 45)
+        text.check()
+    assert (text.cache.lengths.sum(1) == HEADS * 20).all()
+
+
 def test_a_pool_that_is_full_grows():
     text, sizes = ragged(replace(POLICIES[2], budget=20)), set()
     for _ in range(50):
