@@ -17,7 +17,7 @@ from ..methods.view import View
 from ..ops.checks import check_choice, check_int, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
-from .memory import Memory, size, span, storage_bytes
+from .memory import Memory, size, span, spare_slots, storage_bytes
 from .ragged import Ragged
 
 Storage = Literal["pre_rope", "post_rope"]
@@ -636,7 +636,9 @@ class Cache:
         positions = view.positions().gather(2, indices.clamp(min=0)).where(indices >= 0, -1)
         order = torch.where(positions >= 0, positions, self.seen + view.n).sort(dim=-1, stable=True).indices
         self._kept = positions.gather(2, order)
-        self._ragged = Ragged.of(view.k, view.v, indices.gather(2, order).where(self._kept >= 0, -1))
+        kept = indices.gather(2, order).where(self._kept >= 0, -1)
+        # Like other memory, that of a prompt has its own size, and has room from its first further token on.
+        self._ragged = Ragged.of(view.k, view.v, kept, spare_slots(view.n) if view.new == 1 else 0)
         self._memory = self.pads = None
         self._length, self.seen, self._evicted_at = self._ragged.longest, view.seen, view.seen
         self.state = view.state
