@@ -17,7 +17,7 @@ from ..methods.view import View
 from ..ops.checks import check_choice, check_int, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
-from .memory import Memory, size, span, spare_slots, storage_bytes
+from .memory import Memory, size, span, storage_bytes
 from .ragged import Ragged
 
 Storage = Literal["pre_rope", "post_rope"]
@@ -637,8 +637,8 @@ class Cache:
         order = torch.where(positions >= 0, positions, self.seen + view.n).sort(dim=-1, stable=True).indices
         self._kept = positions.gather(2, order)
         kept = indices.gather(2, order).where(self._kept >= 0, -1)
-        # Like other memory, that of a prompt has its own size, and has room from its first further token on.
-        self._ragged = Ragged.of(view.k, view.v, kept, spare_slots(view.n) if view.new == 1 else 0)
+        # A compressed prompt takes memory of its own size, as in `Memory`, until the next token comes.
+        self._ragged = Ragged.of(view.k, view.v, kept, spare=view.new == 1)
         self._memory = self.pads = None
         self._length, self.seen, self._evicted_at = self._ragged.longest, view.seen, view.seen
         self.state = view.state

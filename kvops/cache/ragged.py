@@ -2,8 +2,8 @@
 
 Each row, a KV head of a row of the batch, owns consecutive pages of one pool. The attention takes it as a request of
 one head: its block table counts up from its first page. No row is padded to the longest, so a head that keeps few
-tokens takes few pages. All rows have room for equally many new tokens, and when these are used up, they move to a larger
-pool.
+tokens takes few pages. All rows have room for equally many new tokens. When these are used up, the rows move to a
+larger pool.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ class Ragged:
         self._visible = counts.view(-1, 1).int()
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, indices: Tensor, room: int) -> Ragged:
-        """Copy the slots `indices`, int64 [b, Hk, m] with -1 last, of k and v, [b, Hk, n, d]. room: see `Ragged`."""
+    def of(k: Tensor, v: Tensor, indices: Tensor, spare: bool) -> Ragged:
+        """Copy the slots `indices`, int64 [b, Hk, m] with -1 last, of k and v, [b, Hk, n, d].
+
+        spare: Allocate spare slots at once, not with the next token.
+        """
         kept = indices >= 0
         counts = kept.sum(-1)
-        memory = Ragged(k, v, counts, room)
+        memory = Ragged(k, v, counts, spare_slots(int(counts.float().mean())) if spare else 0)
         b, h, slot = kept.nonzero(as_tuple=True)
         at = b, h, indices[kept]
         memory._write(memory._first[b * k.shape[1] + h] + slot, _bytes(k)[at], _bytes(v)[at])
