@@ -98,7 +98,7 @@ class AttendingCache(Cache, kind="queries"):
 
     def _step_view(self, new: int) -> View:
         """Return the policy's view of the stored slots with the step's; if heads differ in length, one to decide on."""
-        return self._stored(new=new) if self._ragged is None else self._few(new)
+        return self._stored(new=new) if self._ragged is None else self._counting_view(new)
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
         """Compute one layer's attention and add its scores to the step's. view: as `_step_view` returns it."""

@@ -14,7 +14,7 @@ from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import View
-from ..ops.checks import check_choice, check_int, inference_only
+from ..ops.checks import check_choice, check_int, check_vector, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
 from .memory import Memory, size, span, storage_bytes
@@ -139,6 +139,11 @@ class Cache:
             raise ValueError(
                 f"Cache: {policy.name} evicts by a step's queries, which needs attend_before_compress=True, got False"
             )
+        if policy.ragged and not attend_before_compress:
+            raise ValueError(
+                f"Cache: head_mode='adaptive' needs attend_before_compress=True, because the kept slots of heads that "
+                f"differ in length are no rectangle, got False with {policy!r}"
+            )
         policy.check_cache(layer, num_layers)
         self.policy, self.layer, self.num_layers = policy, layer, num_layers
         self.rope, self.storage, self.attend_before_compress = rope, storage, attend_before_compress
@@ -175,8 +180,7 @@ class Cache:
         return self.policy.name
 
     def __repr__(self) -> str:
-        lengths = self.lengths
-        kept = f"{len(self)}" if lengths is None else span(lengths.flatten().tolist())
+        kept = f"{len(self)}" if self._ragged is None else span(self._ragged.host_lengths(self._since))
         return (
             f"Cache({self.policy!r}, layer={self.layer}, num_layers={self.num_layers}: {self.seen} tokens seen, "
             f"{kept} kept, {size(self.nbytes)})"
@@ -187,19 +191,24 @@ class Cache:
         return self._length
 
     @property
-    def _stores(self) -> Memory | Ragged | None:
+    def _any_memory(self) -> Memory | Ragged | None:
         """Where the tokens are; None while the cache is empty."""
         return self._ragged or self._memory
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch; 0 while the cache is empty."""
-        return 0 if self._stores is None else self._stores.shape[0]
+        return 0 if self._any_memory is None else self._any_memory.shape[0]
 
     @property
     def ragged(self) -> bool:
         """Whether the heads may differ in length, which they do from the first eviction on."""
         return self._ragged is not None
+
+    @property
+    def mean_length(self) -> int:
+        """The largest mean of a row of `lengths`, rounded down."""
+        return self._length if self._ragged is None else self._ragged.mean + self._since
 
     @property
     def lengths(self) -> Tensor | None:
@@ -212,17 +221,18 @@ class Cache:
     @property
     def k(self) -> Tensor | None:
         """The stored keys, [b, Hk, len, d]; None while empty."""
-        return None if self._stores is None else self._k_and_v()[0]
+        return None if self._any_memory is None else self._k_and_v()[0]
 
     @property
     def v(self) -> Tensor | None:
         """The stored values, [b, Hk, len, dv]; None while empty."""
-        return None if self._stores is None else self._k_and_v()[1]
+        return None if self._any_memory is None else self._k_and_v()[1]
 
     @property
     def storage_tensors(self) -> tuple[Tensor, ...]:
         """The tensors in which the keys and values lie."""
-        return tuple(x for memory in (self._stores, self._reading) if memory is not None for x in (memory.k, memory.v))
+        memories = [x for x in (self._any_memory, self._reading) if x is not None]
+        return tuple(x for memory in memories for x in (memory.k, memory.v))
 
     @property
     def nbytes(self) -> int:
@@ -292,7 +302,7 @@ class Cache:
             TypeError: `pads` is not a tensor.
             ValueError: `pads` has another shape or dtype or a negative entry, or the cache already holds tokens.
         """
-        if self._stores is not None:
+        if self._any_memory is not None:
             raise ValueError(
                 f"{self.name}: set_pads must be called before the first append, got a cache with {self.seen} tokens; "
                 "call reset() first, or use a new cache"
@@ -305,7 +315,7 @@ class Cache:
             raise ValueError(f"{self.name}: pads must be at least 0, got {pads.min()}")
         if not self.policy.fixed_budget and not pads.any():
             return
-        self._padding, self._most_padding = pads.to(torch.int32), int(pads.max())
+        self._padding, self._most_padding = pads.to(torch.int32), max(pads.tolist(), default=0)
         self.pads = torch.zeros_like(self._padding)
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -320,7 +330,7 @@ class Cache:
         Returns:
             K [b, Hk, len + t, d] and V [b, Hk, len + t, dv], the stored slots and the new ones. With
             `attend_before_compress=False`, only the kept slots. The tensors are valid until the next call that changes
-            the cache.
+            the cache. Once heads differ in length, k and v alone.
 
         Raises:
             ValueError: k and v do not fit each other or the stored tensors in shape, dtype or device, or need a
@@ -385,10 +395,13 @@ class Cache:
     ) -> Tensor:
         """Compute the attention of the tokens just appended: the second half of `attend`.
 
+        If heads differ in length, and the step has evicted, the slots from before stay in memory until `release` or the
+        next `append`.
+
         Args:
             q: [b, Hq, t, d], the queries of the appended tokens.
-            k_step: [b, Hk, len + t, d], as `append` returned it.
-            v_step: [b, Hk, len + t, dv], as `append` returned it.
+            k_step: As `append` returned it.
+            v_step: As `append` returned it.
             scale: As in `attend`.
             softcap: As in `attend`.
             sink_logits: As in `attend`.
@@ -398,7 +411,7 @@ class Cache:
 
         Raises:
             ValueError: q does not fit the appended tokens.
-            RuntimeError: There was no `append`, or its attention has been computed already.
+            RuntimeError: There was no `append`, or its attention has been computed already, or `release` came first.
             NotImplementedError: Several tokens at once with `attend_before_compress=False`.
         """
         if q.shape[2] > 1 and not self.attend_before_compress and k_step.shape[2] != self.seen:
@@ -415,6 +428,8 @@ class Cache:
         options: scale, softcap and sink_logits.
         """
         if self._reading is not None:
+            check_step(self.name, q, k_step, min(q.shape[2], k_step.shape[2]))
+            check_vector(self.name, "sink_logits", options.get("sink_logits"), q.shape[1], q, torch.float32)
             self._unread = False
             return self._reading.attention(q, self._read_since, **options)
         if self._released:
@@ -500,10 +515,10 @@ class Cache:
         if self._ragged is None:
             return True
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
-        few = self._few(new)
-        return self._rule.full(few, self._rule.room(few))
+        view = self._counting_view(new)
+        return self._rule.full(view, self._rule.room(view))
 
-    def _few(self, new: int) -> View:
+    def _counting_view(self, new: int) -> View:
         """Return a view of as many slots as the heads hold on average, without channels: enough to decide on."""
         assert self._ragged is not None
         none = self._ragged.k.new_empty(*self._ragged.shape, self._ragged.mean + self._since, 0)
@@ -573,7 +588,7 @@ class Cache:
     def _columns(self, ragged: Ragged) -> Tensor:
         """Return the slots of each head as the columns of a view; see `_stored`."""
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
-        return ragged.columns(self._since, self._rule.newest(self._rule.room(self._few(0))))
+        return ragged.columns(self._since, self._rule.newest(self._rule.room(self._counting_view(0))))
 
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""
@@ -633,7 +648,8 @@ class Cache:
 
     def _keep_ragged(self, indices: Tensor, view: View) -> None:
         """Evict all slots except `indices`, int64 [b, Hk, m], in which -1 and the gaps of the view count as none."""
-        positions = view.positions().gather(2, indices.clamp(min=0)).where(indices >= 0, -1)
+        valid = indices >= (0 if view.starts is None else view.starts[:, None, None])  # padding is not kept
+        positions = view.positions().gather(2, indices.clamp(min=0)).where(valid, -1)
         order = torch.where(positions >= 0, positions, self.seen + view.n).sort(dim=-1, stable=True).indices
         self._kept = positions.gather(2, order)
         kept = indices.gather(2, order).where(self._kept >= 0, -1)
@@ -667,8 +683,8 @@ class Cache:
         """Return an independent copy. Both share memory until one is written to, which then copies it."""
         twin: Cache = object.__new__(type(self))
         vars(twin).update(vars(self))
-        if self._stores is not None:
-            self._stores.shared = True
+        if self._any_memory is not None:
+            self._any_memory.shared = True
         return twin
 
     def catch_up(self) -> None:
@@ -707,6 +723,10 @@ class Cache:
                 f"expected at least {self._evicted_at}, or call freeze() before the tokens that you may take back"
             )
         self._settle()
+        self._reading, self._unread, self._released = None, False, self._ragged is not None
+        if self._ragged is not None and self._ragged.wasteful(seen - self._evicted_at):
+            since = seen - self._evicted_at
+            self._ragged = self._ragged.rows(None, since, since)
         memory, length = self._memory, self._length - (self.seen - seen)
         if memory is not None and memory.wasteful(length):
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
@@ -734,18 +754,20 @@ class Cache:
             self._memory = Memory(f(self._memory.k), f(self._memory.v))
         if self._ragged is not None:
             rows = f(torch.arange(self.rows, device=self._ragged.k.device))
-            self._ragged, self._reading = self._ragged.rows(rows, self._since), None
+            self._ragged, self._reading = self._ragged.rows(rows, self._since, self._ragged.room), None
             self._length = self._ragged.longest + self._since
         for name in self._tensors:
             x = getattr(self, name)
             if x is not None:
                 setattr(self, name, f(x))
+        if self._padding is not None and self._most_padding >= self.seen:  # a row that was all padding may have left
+            self._most_padding = max(self._padding.tolist(), default=0)
         self.state = {name: f(x) if isinstance(x, Tensor) else x for name, x in self.state.items()}
 
     def _check(self, k: Tensor, v: Tensor) -> None:
         """Check that new tokens have four dims, fit each other and the stored ones, and need no gradient."""
         who = self.name
-        memory = self._stores
+        memory = self._any_memory
         k_stored, v_stored = (None, None) if memory is None else (memory.k, memory.v)
         for name, x, stored in (("k", k, k_stored), ("v", v, v_stored)):
             inference_only(who, **{name: x})

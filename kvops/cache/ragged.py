@@ -28,23 +28,31 @@ class Ragged:
             since then; methods take this number as `since`.
         room: How many tokens fit into each row after these.
         longest: The largest of the counts.
-        mean: The mean count of the heads of a batch row, rounded down; of the row where it is largest.
+        mean: The largest mean of a batch row's counts, rounded down.
         table: int32 [b * Hk, most pages of a row], the block table; -1 after a row's own pages.
         shared: Whether another cache reads the same memory, so that neither may write to it.
     """
 
-    __slots__ = ("k", "v", "counts", "room", "longest", "mean", "table", "shared", "_first", "_next", "_visible")
+    __slots__ = tuple("k v counts room longest mean table shared _first _next _visible _host".split())
 
-    def __init__(self, k: Tensor, v: Tensor, counts: Tensor, room: int):
-        """Allocate rows for `counts` slots, int64 [b, Hk], and `room` more, like those of k and v, [.., d]."""
-        pages = -(-(counts.flatten() + room) // PAGE)
-        ends = pages.cumsum(0)
-        numbers = ends[-1], pages.max(), counts.max(), counts.sum(1).max() // counts.shape[1]
-        total, most, self.longest, self.mean = (int(x) for x in torch.stack(numbers).tolist())
-        self.k, self.v = (x.new_empty(total, 1, PAGE, x.shape[-1]) for x in (k, v))
-        self.counts, self.room, self.shared = counts, room, False
-        first = ends - pages
-        page = torch.arange(most, device=k.device)
+    def __init__(
+        self, k: Tensor, v: Tensor, counts: Tensor, room: int | None = None, host: list[list[int]] | None = None
+    ):
+        """Allocate rows for `counts` slots, int64 [b, Hk], and `room` more, like those of k and v, [.., d].
+
+        room: None: spare slots for the mean. host: the counts on the host, without which this waits for the device.
+        """
+        self._host = counts.tolist() if host is None else host
+        every = [x for row in self._host for x in row]
+        self.longest = max(every, default=0)
+        self.mean = max((sum(row) // len(row) for row in self._host if row), default=0)
+        self.room = spare_slots(self.mean) if room is None else room
+        held = [-(-(x + self.room) // PAGE) for x in every]
+        self.k, self.v = (x.new_empty(sum(held), 1, PAGE, x.shape[-1]) for x in (k, v))
+        self.counts, self.shared = counts, False
+        pages = -(-(counts.flatten() + self.room) // PAGE)
+        first = pages.cumsum(0) - pages
+        page = torch.arange(max(held, default=0), device=k.device)
         self.table = torch.where(page < pages[:, None], first[:, None] + page, -1).int()
         self._first = first * PAGE  # of each row's slots in the pool
         # Of the first token after `counts`, so that a step of decode computes little: its slot, and one less than the
@@ -60,7 +68,7 @@ class Ragged:
         """
         kept = indices >= 0
         counts = kept.sum(-1)
-        memory = Ragged(k, v, counts, spare_slots(int(counts.float().mean())) if spare else 0)
+        memory = Ragged(k, v, counts, None if spare else 0)
         b, h, slot = kept.nonzero(as_tuple=True)
         at = b, h, indices[kept]
         memory._write(memory._first[b * k.shape[1] + h] + slot, _bytes(k)[at], _bytes(v)[at])
@@ -71,6 +79,14 @@ class Ragged:
         """(b, Hk)."""
         return self.counts.shape[0], self.counts.shape[1]
 
+    def host_lengths(self, since: int) -> list[int]:
+        """Return how many slots each row holds, without waiting for the device."""
+        return [x + since for row in self._host for x in row]
+
+    def wasteful(self, since: int) -> bool:
+        """Return whether so much room is unused that a copy to smaller memory pays."""
+        return self.room - since > max(32, (self.mean + since) // 4)
+
     def lengths(self, since: int) -> Tensor:
         """Return how many slots each row holds, int64 [b * Hk]."""
         return self.counts.flatten() + since
@@ -80,20 +96,23 @@ class Ragged:
         t, memory = k.shape[2], self
         if since + t > self.room or not is_writable(self.k, self.shared):
             room = self.room if since + t <= self.room else since + t + spare_slots(self.mean + since + t)
-            memory = self.rows(torch.arange(self.shape[0], device=k.device), since, room)
+            memory = self.rows(None, since, room)
         memory._write(memory._next + _span(since, since + t, k.device), _bytes(k), _bytes(v))
         return memory
 
-    def rows(self, rows: Tensor, since: int, room: int | None = None) -> Ragged:
-        """Copy some rows of the batch, int64 [any], to memory of their own with this room; None: the same room."""
-        heads = self.shape[1]
-        twin = Ragged(self.k, self.v, self.counts[rows], self.room if room is None else room)
-        own = (rows[:, None] * heads + torch.arange(heads, device=rows.device)).flatten()
-        held = self.lengths(since)[own]
-        row = torch.arange(len(own), device=rows.device).repeat_interleave(held)
-        slot = torch.arange(len(row), device=rows.device) - (held.cumsum(0) - held)[row]
-        at = self._first[own][row] + slot
-        twin._write(twin._first[row] + slot, *(_bytes(x).flatten(0, 2)[at] for x in (self.k, self.v)))
+    def rows(self, rows: Tensor | None, since: int, room: int) -> Ragged:
+        """Copy some rows of the batch, int64 [any], to memory of their own with this room. rows: None: all rows."""
+        if rows is None:
+            twin, first = Ragged(self.k, self.v, self.counts, room, self._host), self._first
+        else:
+            twin = Ragged(self.k, self.v, self.counts[rows], room)
+            first = self._first.view_as(self.counts)[rows].flatten()
+        held, total = twin.lengths(since), sum(twin.host_lengths(since))
+        row = torch.arange(len(held), device=held.device).repeat_interleave(held, output_size=total)
+        slot = torch.arange(total, device=held.device) - (held.cumsum(0) - held)[row]
+        old, new = first[row] + slot, twin._first[row] + slot
+        for pool, x in ((twin.k, self.k), (twin.v, self.v)):
+            _slots(pool)[new] = _slots(x)[old]
         return twin
 
     def columns(self, since: int, last: int = 0) -> Tensor:
@@ -112,7 +131,7 @@ class Ragged:
         at, gap = self._first.unsqueeze(1) + columns.clamp(min=0), (columns < 0).unsqueeze(-1)
 
         def copied(pool: Tensor) -> Tensor:
-            rows = _bytes(pool).flatten(0, 2)[at]
+            rows = _slots(pool)[at]
             value: Any = empty if rows.is_floating_point() else 0x7F * (empty != 0)  # NaN, in both kinds of fp8
             return rows.masked_fill_(gap, value).view(pool.dtype).view(*self.shape, *rows.shape[1:])
 
@@ -151,12 +170,17 @@ class Ragged:
 
     def _write(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         for pool, x in ((self.k, k), (self.v, v)):
-            _bytes(pool).view(-1, pool.shape[3])[at] = x
+            _slots(pool)[at] = x
 
 
 def _span(begin: int, end: int, device: torch.device) -> int | Tensor:
     """begin, ..., end - 1: int32, or one int."""
     return begin if end - begin == 1 else torch.arange(begin, end, dtype=torch.int32, device=device)
+
+
+def _slots(pool: Tensor) -> Tensor:
+    """The slots of all pages, [slots, d]."""
+    return _bytes(pool).view(-1, pool.shape[3])
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -270,7 +270,7 @@ class KVCache(DynamicCache):
         caches = [x.cache for x in self.evicting_layers]
         return (
             f"KVCache({self.policy!r}, {len(caches)} of {len(self.layers)} layers evict: "
-            f"{span([x.seen for x in caches])} tokens seen, {span([len(x) for x in caches])} kept, "
+            f"{span([x.seen for x in caches])} tokens seen, {span([x.mean_length for x in caches])} kept, "
             f"{size(sum(x.nbytes for x in caches))})"
         )
 

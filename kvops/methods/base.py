@@ -44,7 +44,7 @@ from ..ops.checks import (
     check_recent,
     plain,
 )
-from .budgets import Budget, budget_tokens, fraction_of, head_budgets, recent_tokens
+from .budgets import Budget, budget_tokens, check_shared, fraction_of, head_budgets, recent_tokens
 from .merging import merged_values
 from .projection import Projection, check_layers, check_projection
 from .select import all_slots, readable_keys, select_budget, shared_scores
@@ -288,8 +288,8 @@ class Policy:
         """Raise ValueError if the heads of a layer may differ in length, which `who` does not support."""
         if self.ragged:
             raise ValueError(
-                f"{self.name}: {who} has one block table for all heads, which keep the same number of tokens, expected "
-                f"head_mode 'per_head' or 'shared', got {self!r}"
+                f"{self.name}: {who} has one block table for all heads of a layer, so they keep the same number of "
+                f"tokens, expected head_mode 'per_head' or 'shared', got {self!r}"
             )
 
     def check_no_statistics(self, who: str) -> None:
@@ -499,6 +499,21 @@ class Policy:
         return hash((type(self), *(None if isinstance(x, (Tensor, tuple)) else x for x in values)))
 
 
+def _check_ragged(policy: Policy) -> None:
+    """Raise ValueError if the heads of a cache with this policy cannot differ in length."""
+    if not (policy.by_head or policy.needs.stage):
+        why = "it keeps one set of tokens for all heads"
+    elif policy.needs.per_slot:
+        why = f"a cache does not move {policy.needs.per_slot} of heads that differ in length"
+    elif policy.merge:
+        why = "merge=True averages values over a rectangle of slots"
+    elif policy.protect is not None:
+        why = f"protect={policy.protect!r} needs a prompt of the same length in all heads"
+    else:
+        return
+    raise ValueError(f"{policy.name}: a cache does not support head_mode='adaptive', because {why}, got {policy!r}")
+
+
 def _with_positions(needs: Needs | property) -> Needs | property:
     """A class' declaration of `needs`, with positions."""
     if isinstance(needs, Needs):
@@ -595,12 +610,8 @@ class BudgetPolicy(Policy):
                 f"{self.name}: a cache expects budget as an int or a float, and shares it among its heads with "
                 "head_mode='adaptive', got a budget per head"
             )
-        own = self.by_head or self.needs.stage
-        if self.ragged and not (own and not self.needs.per_slot and not self.merge and self.protect is None):
-            raise ValueError(
-                f"{self.name}: heads of a cache differ in length with scores of each head that are not added up from "
-                f"step to step, merge=False and protect=None only, expected another head_mode, got {self!r}"
-            )
+        if self.ragged:
+            _check_ragged(self)
         super().check_cache(layer, num_layers)
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
@@ -665,16 +676,13 @@ class BudgetPolicy(Policy):
         """
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
-        if not isinstance(budget, int) and (self.sinks or recent):
-            raise ValueError(
-                f"{self.name}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {budget}"
-            )
+        check_shared(self.name, budget, self.sinks or recent)
         assert not isinstance(budget, Tensor)  # `check` refuses it
         newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
+        if budget == self.sinks:
+            return scores.new_full(scores.shape[:2], self.sinks, dtype=torch.int32)
         starts, lengths = view.behind(self.sinks)
-        if self.sinks:
-            budget -= self.sinks
-        return head_budgets(scores, budget, newest, starts=starts, lengths=lengths, **options) + self.sinks
+        return head_budgets(scores, budget - self.sinks, newest, starts=starts, lengths=lengths, **options) + self.sinks
 
     # Caches
 

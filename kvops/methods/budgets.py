@@ -59,6 +59,12 @@ def budget_tokens(budget: Budget, n: int) -> int:
     return max(1, fraction_of(budget, n)) if isinstance(budget, float) else budget
 
 
+def check_shared(op: str, budget: Budget, protected: int | float) -> None:
+    """Raise ValueError unless heads can share the budget, in which so many tokens of each head are protected."""
+    if not isinstance(budget, int) and protected:
+        raise ValueError(f"{op}: head_mode='adaptive' with sinks or recent needs a budget in tokens, got {budget}")
+
+
 def recent_tokens(recent: int | float, keep: int) -> int:
     """The newest tokens to protect among `keep`: an int as it is, a fraction in [0, 1) rounded down (`fraction_of`)."""
     return fraction_of(recent, keep) if isinstance(recent, float) else recent

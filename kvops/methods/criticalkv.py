@@ -81,6 +81,7 @@ class CriticalKV(WindowPolicy):
         norms = projected_norms(self.name, self.w_o, view)
         weighted = (scores / view.window + self.epsilon) * norms
         if self.head_mode == "adaptive":
+            scores = view.without_gaps(scores)
             budget = self._shares(scores, view, budget, recent)
         elif self.head_mode == "shared":
             scores, weighted = shared_scores(scores), shared_scores(weighted)

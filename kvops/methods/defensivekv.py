@@ -18,7 +18,7 @@ from ..ops.api import Reduce
 from ..ops.checks import check_bool, check_finite
 from ..ops.window import outside_prefix
 from .base import Needs
-from .budgets import Budget, first_slots, with_first
+from .budgets import Budget, check_shared, first_slots, with_first
 from .projection import Projection, projected_norms
 from .queries import WindowPolicy
 from .select import shared_scores
@@ -131,7 +131,8 @@ class DefensiveKV(WindowPolicy):
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
         if self.head_mode == "adaptive":  # the first stage, too, is one for all heads of the layer, here one row
-            assert isinstance(budget, int)  # as `_shares` checks, because there is a window
+            check_shared(self.name, budget, recent)
+            assert isinstance(budget, int)  # because there is a window
             mean = mean.flatten(1).unsqueeze(1) / view.heads
             best = select_topk(mean, k=view.heads * (budget - self.sinks - recent))
         else:
@@ -141,5 +142,7 @@ class DefensiveKV(WindowPolicy):
         order = held.sort(dim=-1, descending=True, stable=True)
         others = attention.sum(-1, keepdim=True) - order.values.cumsum(-1)
         first = torch.where(others > 1 - self.first_stage_mass, best.gather(2, order.indices), -1)
-        # finite, as `shared_scores` needs
-        return with_first(weighted.view_as(mean), first, torch.finfo(weighted.dtype).max).view_as(weighted)
+        # Heads that share a budget may keep a part of the first stage, so it has the order of m. A token of the first
+        # stage has at least 1 / n of the attention that is left, so this power of two puts it before all others.
+        chosen = with_first(torch.zeros_like(mean), first, 1.0) > 0
+        return torch.where(chosen, mean * 2.0**100, weighted.view_as(mean)).view_as(weighted)

@@ -139,10 +139,18 @@ class View:
         valid = self.n - begin if lengths is None else lengths
         return begin + valid.clamp(max=count), (valid - count).clamp(min=0)
 
+    @property
+    def gaps(self) -> Tensor | None:
+        """Which slots are the gaps of heads that hold fewer than the longest: bool [b, Hk, n]; None if there are none.
+
+        In a gap K and V are NaN. Operators leave it out; a rule's own sums over tokens must.
+        """
+        return None if self.kept is None or self.kept.shape[2] < self.n else self.kept < 0
+
     def without_gaps(self, scores: Tensor) -> Tensor:
-        """The scores, [b, Hk, n], but NaN in the gaps of a cache whose heads differ in length, for rules without K."""
-        kept = self.kept
-        return scores if kept is None or kept.shape[2] < self.n else scores.masked_fill(kept < 0, torch.nan)
+        """The scores, [b, Hk, n], with NaN in the gaps."""
+        gaps = self.gaps
+        return scores if gaps is None else scores.masked_fill(gaps, torch.nan)
 
     @property
     def seen_by_queries(self) -> Tensor:

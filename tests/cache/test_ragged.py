@@ -1,6 +1,7 @@
 """Caches whose heads differ in length: what they hold, attend to and evict, against fp64 and each head alone."""
 
 import copy
+import pickle
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -109,7 +110,7 @@ class Text:
 def test_steps(policy, sizes, pads):
     """A prompt, then steps of one and of several tokens: outputs against fp64, contents bit for bit, budgets."""
     text = Text(policy, pads)
-    buffer = None if policy.buffer is None else policy.buffer_tokens(20)
+    buffer, differ = None if policy.buffer is None else policy.buffer_tokens(20), False
     for t in (40, *sizes):
         t = min(t, TOKENS - text.cache.seen)
         if not t:
@@ -121,14 +122,14 @@ def test_steps(policy, sizes, pads):
         text.check()
         cache = text.cache
         assert cache.ragged
+        differ |= bool((cache.lengths.amax(1) > cache.lengths.amin(1)).any())
         keep = policy.budget if isinstance(policy.budget, int) else int(cache.seen * policy.budget)
         for row, pad in zip(cache.lengths, text.pads):
             whole = cache.seen - pad  # a short row keeps all it has
-            if t >= max(policy.window, 2):
-                assert row.sum() == HEADS * min(keep, whole) or pad
+            if t >= max(policy.window, 2) and not pad:
+                assert row.sum() == HEADS * min(keep, whole)
             if buffer is not None and isinstance(policy.budget, int):
                 assert row.sum() <= HEADS * (keep + buffer)
-    differ = (text.cache.lengths.amax(1) > text.cache.lengths.amin(1)).any()
     assert differ or isinstance(policy, kvops.DefensiveKV)  # whose first stage keeps the budget in each head here
 
 
@@ -180,7 +181,7 @@ def test_later_evictions_score_a_head_as_if_all_heads_held_its_tokens(policy, pa
     "options", [dict(softcap=2.0), dict(scale=0.4), dict(sinks=True), dict(softcap=3.0, sinks=True)], ids=str
 )
 def test_options_of_the_logits(policy, options):
-    """The same as a cache in which all heads keep as many, which evicts nothing else, and fp64 attention."""
+    """In steps of one and of several tokens, with evictions between."""
     options = dict(options)
     if options.pop("sinks", False):
         options["sink_logits"] = kit.randn(HEADS * GROUP, seed=9)
@@ -402,14 +403,115 @@ def test_append_needs_attention():
 
 def test_refusals():
     text = ragged()
-    with kit.refuses("KeyDiff: keep.. expected heads that hold the same slots, got Cache.*50 to|got Cache"):
+    with kit.refuses(r"KeyDiff: keep\(\) expected heads that hold the same slots, got Cache\(KeyDiff.* 52 tokens seen"):
         text.cache.keep(torch.arange(3))
     with kit.refuses("set_pads must be called before the first append, got a cache with 52 tokens"):
         text.cache.set_pads(kit.int32(0, 1))
-    assert "52 tokens seen" in repr(text.cache) and " to " in repr(text.cache)
-    for policy in (kvops.StreamingLLM(20), kvops.ChunkKV(20, 4), kvops.TOVA(20)):
-        with kit.refuses(f"{policy.name}: ", "expected another head_mode"):
+    for policy, why in (
+        (kvops.StreamingLLM(20), "it keeps one set of tokens for all heads"),
+        (kvops.ChunkKV(20, 4), "it keeps one set of tokens for all heads"),
+        (kvops.TOVA(20), "it keeps one set of tokens for all heads"),
+        (kvops.H2O(20), "a cache does not move .'scores',. of heads"),
+        (kvops.KeyDiff(20, merge=True), "merge=True averages values"),
+        (kvops.KeyDiff(20, protect="prompt"), "protect='prompt' needs"),
+    ):
+        with kit.refuses(f"{policy.name}: a cache does not support head_mode='adaptive', because {why}"):
             kvops.Cache(replace(policy, head_mode="adaptive"))
-    for policy in (kvops.H2O(20), kvops.KeyDiff(20, merge=True), kvops.KeyDiff(20, protect="prompt")):
-        with kit.refuses(f"{policy.name}: ", "not added up from step to step, merge=False and protect=None only"):
-            kvops.Cache(replace(policy, head_mode="adaptive"))
+    with kit.refuses("Cache: head_mode='adaptive' needs attend_before_compress=True, .* got False"):
+        kvops.Cache(POLICIES[0], attend_before_compress=False)
+
+
+def test_arguments_of_the_attention_are_those_of_other_caches():
+    """Errors name the argument, and nothing changes."""
+    text = ragged()
+    now = [x[:, :, 52:53] for x in (text.q, text.k, text.v)]
+    before = state(text.cache)
+    for sinks in (torch.zeros(1), torch.zeros(HEADS * GROUP, dtype=torch.float64), torch.zeros(5)):
+        with kit.refuses("KeyDiff: sink_logits must be torch.float32 .6."):
+            text.cache.attend(*now, sink_logits=kit.on_device(sinks))
+    for q in (now[0][:, :5], now[0].expand(-1, -1, 3, -1), now[0][..., :8]):
+        with kit.refuses("KeyDiff: q must be .b, Hq, t, d. for the tokens just appended"):
+            text.cache.attend(q, *now[1:])
+    assert kit.same(state(text.cache), before)
+
+
+def test_budgets_that_hold_the_protected_tokens_alone():
+    """Nothing is left to share."""
+    for policy in (kvops.KeyDiff(4, sinks=4), kvops.KeyDiff(0.05, sinks=4), kvops.RKV(6, window=4, sinks=2)):
+        text = Text(replace(policy, head_mode="adaptive"))
+        text.step(60)
+        held = max(4, int(60 * policy.budget)) if isinstance(policy.budget, float) else policy.budget
+        assert (text.cache.lengths == held).all()
+        text.step(1)
+        text.check()
+    k, v = kit.kv(2, HEADS, 30, D)
+    assert (
+        kvops.KeyDiff(4, sinks=4, head_mode="adaptive").compress(k, v).indices == torch.arange(4).to(k.device)
+    ).all()
+
+
+def test_slots_that_the_caller_keeps():
+    """keep() of a padded batch keeps no padding as tokens."""
+    text = Text(replace(kvops.KeyDiff(100), head_mode="adaptive"), [0, 7])
+    text.step(40)
+    text.cache.keep(torch.arange(20, device=text.k.device))
+    assert text.cache.lengths.tolist() == [[20] * HEADS, [13] * HEADS]
+    text.check()
+    before, out = text.cache.positions, text.step(1)
+    torch.testing.assert_close(out.double(), text.attention(before, 40, 1).to(out.device), atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_that_does_not_evict_copies_nothing(monkeypatch):
+    """Neither rows nor rectangles; and a step that evicts makes one rectangle."""
+    made = []
+    rectangle = kvops.cache.ragged.Ragged.rectangle
+    monkeypatch.setattr(kvops.cache.ragged.Ragged, "rectangle", lambda *args: made.append(args) or rectangle(*args))
+    for policy, steps in ((POLICIES[1], (1, 1, 1)), (POLICIES[7], (1, 1)), (POLICIES[10], (1, 1, 3, 1))):
+        text = ragged(policy, (50,))
+        for t in steps:
+            text.step(t)
+        assert not made, policy
+        text.step(6)
+        assert len(made) == 1, policy
+        made.clear()
+
+
+def test_crop_frees_memory_and_ends_a_step():
+    text = ragged(POLICIES[2], (30, 1))
+    held = text.cache.nbytes
+    text.cache.freeze()
+    text.step(70)
+    assert text.cache.nbytes > 2 * held
+    text.cache.crop(31)
+    assert text.cache.nbytes <= 1.5 * held
+    text.check()
+    now = [x[:, :, 31:32] for x in (text.q, text.k, text.v)]
+    step = text.cache.append(*now[1:])
+    text.cache.crop(31)
+    with kit.refuses("expected attention.. or read.. before release", kind=RuntimeError):
+        text.cache.attention(now[0], *step)
+    text.cache.append(*now[1:])
+    before = text.cache.positions[..., : len(text.cache) - 1]
+    assert text.cache.attention(now[0], *step).isfinite().all() and before.shape[2] == len(text.cache) - 1
+
+
+def test_empty_batches():
+    text = ragged()
+    text.cache.select_rows(torch.zeros(0, dtype=torch.int64, device=text.k.device))
+    assert text.cache.rows == 0 and text.cache.lengths.shape == (0, HEADS)
+    cache = kvops.Cache(POLICIES[0])
+    out = cache.attend(*(x[:0, :, :50] for x in (text.q, text.k, text.v)))
+    assert out.shape == (0, HEADS * GROUP, 50, DV) and cache.rows == 0
+
+
+def test_pickles_and_inference_mode():
+    with torch.inference_mode():
+        text = ragged()
+    text.cache = pickle.loads(pickle.dumps(text.cache))
+    before, first = text.cache.positions, text.cache.seen
+    out = text.step(1)
+    torch.testing.assert_close(out.double(), text.attention(before, first, 1).to(out.device), atol=1e-5, rtol=1e-5)
+    with torch.inference_mode():
+        text = ragged()
+    text.step(1)  # outside of it, on a copy
+    text.check()
