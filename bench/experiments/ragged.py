@@ -4,7 +4,7 @@
 
 Two caches of one layer of Llama-3-8B (32 query heads, 8 KV heads, 128 channels) hold equally many rows: one the same
 number in every head, the other with head_mode="adaptive". A policy for this experiment keeps the longest keys of a
-prompt four times as long, and the keys of some heads are longer, so the longest head holds about ten times as many as
+prompt four times as long, and the keys of some heads are longer: the longest head holds 13 times as many rows as
 the shortest. The caches take steps in turns; the ratio is the median of the rounds' ratios.
 """
 

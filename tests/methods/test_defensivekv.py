@@ -280,6 +280,18 @@ def test_heads_share_the_budget_by_both_stages():
     assert len(want[0]) != len(want[1])
 
 
+def test_a_first_stage_of_all_tokens_keeps_the_most_attention():
+    """The floor of one head pushes tokens of others out of a stage that fills the budget: those of least attention."""
+    q, k, v, w_o = projected(n=200, w=8, b=1)
+    k[:, 0], k[:, 1] = 60 * k[:, 0], 0.05 * k[:, 1]  # one head attends to few tokens, the other to all
+    mean, _ = both_scores(q, k, v, w_o)
+    found = kvops.defensivekv_compress(k, v, q, 108, w_o=w_o, head_mode="adaptive", first_stage_mass=1.0).indices
+    pushed = mean[0, :, :192].flatten().topk(2 * 100).indices
+    own = [{i for i in row if 0 <= i < 192} for row in found[0].tolist()]
+    assert sum(map(len, own)) == 2 * 100 and len(own[0]) == 20 > int((pushed < 192).sum())
+    assert own[1] == set(mean[0, 1, :192].topk(len(own[1])).indices.tolist())
+
+
 def test_padded_rows_and_lost_tokens_with_stages():
     """Padded rows keep the same as alone. A token without a norm is evicted first."""
     q, k, v, w_o = projected(n=60, w=4)
