@@ -124,10 +124,11 @@ def test_steps(policy, sizes, pads):
         assert cache.ragged
         differ |= bool((cache.lengths.amax(1) > cache.lengths.amin(1)).any())
         keep = policy.budget if isinstance(policy.budget, int) else int(cache.seen * policy.budget)
-        for row, pad in zip(cache.lengths, text.pads):
-            whole = cache.seen - pad  # a short row keeps all it has
-            if t >= max(policy.window, 2) and not pad:
-                assert row.sum() == HEADS * min(keep, whole)
+        for b, row in enumerate(cache.lengths):
+            old = 0 if before is None else (before[b] >= text.pads[b]).sum()
+            new = HEADS * (t - (text.pads[b] if before is None else 0))
+            if t >= max(policy.window, 2):  # a short row keeps all it has
+                assert row.sum() == min(old + new, HEADS * keep)
             if buffer is not None and isinstance(policy.budget, int):
                 assert row.sum() <= HEADS * (keep + buffer)
     assert differ or isinstance(policy, kvops.DefensiveKV)  # whose first stage keeps the budget in each head here
