@@ -674,8 +674,8 @@ def kvzip_compress(
             Heads of a cache then differ in length, which needs the library's attention.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
-            keeps its highest scores in whichever layers and heads they are (KVzip, Sec. 3.4). The budget is then the
-            mean over all heads, without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
+            keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
+            without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.

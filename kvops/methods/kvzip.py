@@ -61,8 +61,8 @@ class KVzip(QueryPolicy):
         sinks: First tokens that are always kept. They also take part in the softmax of the passes for later chunks.
         head_mode: See `BudgetPolicy`.
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
-            keeps its highest scores in whichever layers and heads they are (KVzip, Sec. 3.4). The budget is then the
-            mean over all heads, without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
+            keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
+            without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         group_reduce: See `QueryPolicy`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
