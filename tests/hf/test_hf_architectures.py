@@ -143,6 +143,14 @@ def test_architecture(name):
             assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)
 
 
+@pytest.mark.parametrize("name", ["gemma3n_text", "gpt_oss"])
+@pytest.mark.parametrize("policy", [kvops.KeyDiff(12, buffer=1), kvops.SnapKV(12, window=3)], ids=lambda x: x.name)
+def test_heads_that_differ_with_shared_keys_and_with_sinks(name, policy):
+    """Layers that share keys read the slots from before the eviction that follows the first one's step."""
+    config_of(name)
+    assert_replayed(use_attention(tiny.tiny_model(name, "eager")), dataclasses.replace(policy, head_mode="adaptive"))
+
+
 # ---- every family ----
 
 FAMILIES = {
