@@ -724,8 +724,8 @@ class Cache:
             )
         self._settle()
         self._reading, self._unread, self._released = None, False, self._ragged is not None
-        if self._ragged is not None and self._ragged.wasteful(seen - self._evicted_at):
-            since = seen - self._evicted_at
+        since = seen - self._evicted_at
+        if self._ragged is not None and self._ragged.wasteful(since):
             self._ragged = self._ragged.rows(None, since, since)
         memory, length = self._memory, self._length - (self.seen - seen)
         if memory is not None and memory.wasteful(length):
