@@ -58,7 +58,7 @@ Roles = tuple[int | None, ...]
 #: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], by columns, and neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
-    + ("cluster_scores", "sat_indices", "buckets")
+    + ("row_weights", "cluster_scores", "sat_indices", "buckets")
 )
 _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
@@ -376,17 +376,21 @@ def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -
     reduce, group_reduce = call.get("reduce", REDUCTIONS["sum"]), call.get("group_reduce", REDUCTIONS["mean"])
     mean_over_rows = reduce == REDUCTIONS["mean"]
     options["reduce"] = REDUCTIONS["sum"] if mean_over_rows else reduce
-    heads, sinks = own["k"].shape[1], call.get("sink_logits")
+    heads, sinks, weights = own["k"].shape[1], call.get("sink_logits"), call.get("row_weights")
     if lse is None or REDUCTIONS["max"] in (reduce, group_reduce):
-        scores = _scores(q=own["q"], lse=lse, sink_logits=sinks, group_reduce=group_reduce, **options)
+        scores = _scores(
+            q=own["q"], lse=lse, sink_logits=sinks, row_weights=weights, group_reduce=group_reduce, **options
+        )
     else:
+        none = [None] * (lse.shape[1] // heads)
         by_member = zip(
-            own["q"].unflatten(1, (heads, -1)).unbind(2),
-            lse.unflatten(1, (heads, -1)).unbind(2),
-            [None] * (lse.shape[1] // heads) if sinks is None else sinks.view(heads, -1).t().contiguous(),
+            *(x.unflatten(1, (heads, -1)).unbind(2) for x in (own["q"], lse)),
+            none if sinks is None else sinks.view(heads, -1).t().contiguous(),
+            none if weights is None else weights.unflatten(1, (heads, -1)).unbind(2),
         )
         members = [
-            _scores(q=q, lse=x, sink_logits=sink, group_reduce=REDUCTIONS["max"], **options) for q, x, sink in by_member
+            _scores(q=q, lse=x, sink_logits=sink, row_weights=weight, group_reduce=REDUCTIONS["max"], **options)
+            for q, x, sink, weight in by_member
         ]
         scores = torch.stack(members, 2)
         if group_reduce == REDUCTIONS["none"]:

@@ -190,6 +190,9 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
         ),
     ),
     "window_scores, lse": lambda x: (ops.window_scores(x.q, x.k, x.visible, lse=x.lse, softcap=SOFTCAP),),
+    "window_scores, row weights": lambda x: (
+        ops.window_scores(x.q, x.k, x.visible, reduce="max", group_reduce="none", row_weights=x.lse.exp().clamp(max=9)),
+    ),
     "window_scores, one row": lambda x: (ops.window_scores(x.q[:, :, -1:], x.k, x.visible[:, -1:].contiguous()),),
     "window_scores, dot": lambda x: (
         ops.window_scores(x.q, x.k, x.visible[0], scale=0.2, score="dot", reduce="max", group_reduce="none"),
@@ -395,7 +398,9 @@ def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
     every = {
         "lag_score": dict(k=x.k, v=x.v, lag=x.lag, **span),
         "anchor_cosine": dict(k=x.k, anchor=x.anchor, **span),
-        "window_scores": dict(window, lse=ops.window_attention(v=x.v, **window)[1]),
+        "window_scores": dict(
+            window, lse=ops.window_attention(v=x.v, **window)[1], row_weights=torch.rand(*x.q.shape[:3])
+        ),
         "window_attention": dict(window, v=x.v, **tables),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),

@@ -328,6 +328,12 @@ struct WindowWorker {
       store(offset + i, all.base);
       store(factor + i, all.total > 0.0f ? weight / all.total : F{});
     }
+    weigh_rows();
+  }
+
+  void weigh_rows() {
+    if (!p.row_weights.data) return;
+    for_rows([&](int64_t lane, int64_t h, int64_t i) { factor[lane] *= p.row_weights.at(batch(), h, i); });
   }
 
   // Adds a chunk's weights (Dot: logits) to partial[key], or takes the maximum.

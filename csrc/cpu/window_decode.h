@@ -129,8 +129,11 @@ struct DecodeWorker {
 
   // Sets the rows' factor from their weights. In a sum, repeated queries must not count.
   void set_factor(int j, F x) {
-    for (int i = 0; i < VL; ++i)
-      if (!of_max() && (j * VL + i) % R >= p.group) x[i] = 0.0f;
+    for (int i = 0; i < VL; ++i) {
+      const int64_t g = (j * VL + i) % R;
+      if (p.row_weights.data) x[i] *= p.row_weights.at(head / p.heads, query_head(g), 0);
+      if (!of_max() && g >= p.group) x[i] = 0.0f;
+    }
     factor[j] = x;
   }
 

@@ -1,6 +1,6 @@
 // window_scores on the CPU (window.h: packing, register blocks, masks; window_decode.h: w = 1).
 //
-//   score[j] = sum over rows i that see j of exp(scale * q_i . k_j - lse_i)
+//   score[j] = sum over rows i that see j of weight_i exp(scale * q_i . k_j - lse_i)
 //
 // Bytes that must move: K once; twice without lse. But the kernel is compute-bound: G * w products per element of K
 // (128 for w 32, G 4: 8 vectors of rows in AVX-512). The loops are therefore those of a matrix product whose result is
@@ -25,12 +25,13 @@ float finite_unless_nan(float x) {
 }
 
 template <class T>
-void rows_from_lse(WindowWorker<T>& worker, const LseView& lse) {
+void rows_from_lse(WindowWorker<T>& worker, const RowValues& lse) {
   worker.for_rows([&](int64_t lane, int64_t h, int64_t i) {
     worker.offset[lane] = finite_unless_nan(lse.at(worker.batch(), h, i));
   });
   for (int64_t i = 0; i < worker.lanes; i += VL)
     store(worker.factor + i, worker.weight / (1.0f + exp(load(worker.sink + i) - load(worker.offset + i))));
+  worker.weigh_rows();
 }
 
 template <class T>

@@ -48,6 +48,19 @@ __device__ inline RowWeight row_weight(const Window& p, RowSum total, int64_t qu
   return fabsf(log) < kLargeLogit ? RowWeight{log, 1.0f} : RowWeight{total.most, -1.0f / total.sum};
 }
 
+// The same for row i of the scores, which may have a factor of its own.
+__device__ inline RowWeight score_weight(const Window& p, RowSum total, int64_t batch, int64_t query_head, int64_t i) {
+  RowWeight weight = row_weight(p, total, query_head);
+  if (!p.row_weights.data) return weight;
+  const float own = p.row_weights.at(batch, query_head, i);
+  if (own == 0.0f) return {CUDART_INF_F, -1.0f};
+  if (weight.factor < 0.0f)
+    weight.factor *= own;
+  else
+    weight.less -= log2f(own);
+  return weight;
+}
+
 // A given lse as such a total.
 __device__ inline RowSum total_of_lse(float lse) {
   return {lse * kLog2e, lse == -CUDART_INF_F ? 0.0f : 1.0f};

@@ -1,7 +1,7 @@
 // Observation-window scores: how much the last queries attend to each key.
 //
 //   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap))
-//   score[j]    = reduce over rows i, then over query heads, of exp(logit[i, j] - lse[i])
+//   score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
 //
 // Bytes that must move: K once if the lse is given, otherwise twice; the scores are 4 bytes per 2 d bytes of a bf16 K.
 //
@@ -259,8 +259,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       const int64_t query_head = h * p.group + g;
       RowWeight weight{0.0f, 1.0f};
       if (at >= 0 && params.softmax)
-        weight = row_weight(
-            p, totals ? totals[head * p.group * p.w + at] : total_of_lse(params.lse.at(b, query_head, w)), query_head);
+        weight = score_weight(
+            p, totals ? totals[head * p.group * p.w + at] : total_of_lse(params.lse.at(b, query_head, w)), b,
+            query_head, w);
       less[i] = weight.less;
       factors[i] = weight.factor;
     }
@@ -387,7 +388,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int j = own + i * kWindowThreads;
       of_keys[i] = seen(j) ? logits[query_head * p.n + j] : 0.0f;
     }
-    const RowWeight weight = row_weight(p, totals[query_head], query_head - b * p.heads * p.group);
+    const RowWeight weight = score_weight(p, totals[query_head], b, query_head - b * p.heads * p.group, 0);
 #pragma unroll
     for (int i = 0; i < kRowKeys; ++i) {
       const int j = own + i * kWindowThreads;

@@ -16,6 +16,16 @@ struct QueryView {
   }
 };
 
+// A value per row, fp32 [b, Hq, w], with any strides (elements).
+struct RowValues {
+  const float* data;  // null: not given
+  int64_t stride_b, stride_h, stride_w;
+
+  KVOPS_HOST_DEVICE float at(int64_t b, int64_t h, int64_t i) const {
+    return data[b * stride_b + h * stride_h + i * stride_w];
+  }
+};
+
 constexpr int64_t kMaxWindow = 256;  // rows
 
 struct Window {
@@ -26,6 +36,7 @@ struct Window {
   int64_t visible_stride;       // w, or 0 if the whole batch shares it
   const int32_t* starts;        // [b] or null: the first key that a row sees
   const float* sink_logits;     // [heads * group] or null: an extra logit in the softmax, without a key
+  RowValues row_weights;        // factors of the rows' softmax weights in the scores; null: 1
   float* scores;                // [b, heads, n]; [b, heads * group, n] if group_reduce is none; null: not requested
   DType dtype;                  // of q, and of the arithmetic's inputs
   DType stored;                 // of K and V: the same, or fp8

@@ -81,6 +81,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .visible_stride = visible_stride,
           .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,
           .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
+          .row_weights = {},
           .scores = nullptr,
           .dtype = dtype,
           .stored = stored,

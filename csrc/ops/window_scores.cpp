@@ -11,14 +11,18 @@ namespace {
 // would not sum to 1 (less the sink's share), nor the scores of a KV head to the total of its rows. Sums are needed for
 // this, so reductions by maximum are not checked, and neither are scores with a NaN. On a GPU this runs after the
 // kernel and under debug_checks() only.
-void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tensor& visible,
-                     const OptionalTensor& starts, const OptionalTensor& sink_logits, const Tensor& scores) {
+void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const OptionalTensor& row_weights,
+                     const Tensor& visible, const OptionalTensor& starts, const OptionalTensor& sink_logits,
+                     const Tensor& scores) {
   const Window& w = p.window;
   if (w.reduce == Reduce::max || w.group_reduce == Reduce::max || w.n == 0) return;
   const OptionalTensor scores_here = readable(scores), lse_here = readable(lse), visible_here = readable(visible);
   if (!scores_here) return;
   const OptionalTensor starts_here = starts ? readable(*starts) : starts;
   const OptionalTensor sinks_here = sink_logits ? readable(*sink_logits) : sink_logits;
+  const OptionalTensor weights_here = row_weights ? readable(*row_weights) : row_weights;
+  RowValues weights = w.row_weights;
+  if (weights_here) weights.data = values_of<float>(weights_here);
   const auto data = [](const auto& x, auto zero) { return static_cast<const decltype(zero)*>(x->const_data_ptr()); };
   const int64_t by_query = w.group_reduce == Reduce::none;
   const int64_t group = by_query ? 1 : w.group;  // query heads per row of scores
@@ -35,7 +39,8 @@ void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tenso
           if (end <= (starts_here ? data(starts_here, int32_t{})[b] : 0)) continue;
           const auto strides = lse_here->strides();
           const float x = data(lse_here, 0.0f)[b * strides[0] + g * strides[1] + i * strides[2]];
-          expected += sinks_here ? 1 / (1 + std::exp(double(data(sinks_here, 0.0f)[g]) - x)) : 1.0;
+          const double weight = weights.data ? weights.at(b, g, i) : 1.0;
+          expected += sinks_here ? weight / (1 + std::exp(double(data(sinks_here, 0.0f)[g]) - x)) : weight;
           counting += g == h;
         }
       }
@@ -49,35 +54,55 @@ void check_lse_total(const WindowScoresParams& p, const Tensor& lse, const Tenso
     }
 }
 
+// A tensor of one value per row of q.
+RowValues row_values(const char* op, const char* name, const OptionalTensor& x, const Tensor& q) {
+  if (!x) return {};
+  check_same_device(op, name, *x, q);
+  check_scalar_type(op, name, *x, ScalarType::Float);
+  KVOPS_CHECK(x->dim() == 3 && x->size(0) == q.size(0) && x->size(1) == q.size(1) && x->size(2) == q.size(2), op, ": ",
+              name, " must be float32 [", q.size(0), ", ", q.size(1), ", ", q.size(2), "], one per row of q, got ",
+              shape(*x));
+  const auto strides = x->strides();
+  return {static_cast<const float*>(x->const_data_ptr()), strides[0], strides[1], strides[2]};
+}
+
+void check_row_weights(const char* op, const OptionalTensor& row_weights) {
+  const OptionalTensor here = readable(row_weights);
+  if (!here) return;
+  const auto strides = here->strides();
+  const RowValues weights{values_of<float>(here), strides[0], strides[1], strides[2]};
+  for (int64_t b = 0; b < here->size(0); ++b)
+    for (int64_t h = 0; h < here->size(1); ++h)
+      for (int64_t i = 0; i < here->size(2); ++i) {
+        const float x = weights.at(b, h, i);
+        KVOPS_CHECK(x >= 0 && std::isfinite(x), op, ": row_weights must be finite and at least 0, got ", x);
+      }
+}
+
 Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, const OptionalTensor& lse,
                      std::optional<double> scale, int64_t score, int64_t reduce, int64_t group_reduce,
                      const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
-                     const OptionalTensor& block_table) {
+                     const OptionalTensor& row_weights, const OptionalTensor& block_table) {
   const char* op = "window_scores";
   KVOPS_CHECK(score == 0 || score == 1, op, ": score must be 0 (softmax) or 1 (dot), got ", score);
   const bool softmax = score == 0;
-  KVOPS_CHECK(softmax || (!lse && !sink_logits), op,
-              ": lse and sink_logits apply to a softmax only, expected neither with score='dot', got ",
-              lse ? "lse" : "sink_logits");
+  KVOPS_CHECK(softmax || (!lse && !sink_logits && !row_weights), op,
+              ": lse, sink_logits and row_weights apply to a softmax only, expected none with score='dot', got ",
+              lse           ? "lse"
+              : sink_logits ? "sink_logits"
+                            : "row_weights");
   Window window =
       check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);
   check_head_dim(op, "k", k);
-  LseView view{nullptr, 0, 0, 0};
-  if (lse) {
-    check_same_device(op, "lse", *lse, q);
-    check_scalar_type(op, "lse", *lse, ScalarType::Float);
-    KVOPS_CHECK(lse->dim() == 3 && lse->size(0) == q.size(0) && lse->size(1) == q.size(1) && lse->size(2) == q.size(2),
-                op, ": lse must be float32 [", q.size(0), ", ", q.size(1), ", ", q.size(2), "], one per row of q, got ",
-                shape(*lse));
-    const auto strides = lse->strides();
-    view = {static_cast<const float*>(lse->const_data_ptr()), strides[0], strides[1], strides[2]};
-  }
+  const RowValues of_rows = row_values(op, "lse", lse, q);
+  window.row_weights = row_values(op, "row_weights", row_weights, q);
+  check_row_weights(op, row_weights);
   const Tensor scores = empty_scores(op, q, window);
   if (scores.numel() == 0) return scores;
-  const WindowScoresParams p{window, view, softmax};
+  const WindowScoresParams p{window, of_rows, softmax};
   HostCall call(op, q);
   launch_window_scores(p, call);
-  if (lse) check_lse_total(p, *lse, visible, starts, sink_logits, scores);
+  if (lse) check_lse_total(p, *lse, row_weights, visible, starts, sink_logits, scores);
   return scores;
 }
 

@@ -266,6 +266,7 @@ def window_scores(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    row_weights: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
     """Score keys by the attention of an observation window, as SnapKV and LAQ do.
@@ -276,7 +277,8 @@ def window_scores(
     logit[i, j] = scale * q_i . k_j
                   then softcap * tanh(logit / softcap), if softcap is not 0
     a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that row i sees)
-    score[j]    = reduce over the rows that see j, then group_reduce over the query heads of j's KV head
+    score[j]    = reduce row_weights[i] * a[i, j] over the rows i that see j, then group_reduce over the query heads
+                  of j's KV head
     ```
 
     A logit that is not finite is left out of its row's softmax, and its key scores NaN. A key that no row sees scores
@@ -298,6 +300,8 @@ def window_scores(
         starts: int32 [b], the first valid slot of each row.
         softcap: The cap of the logits; 0 for none.
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. `lse` is without it.
+        row_weights: fp32 [b, Hq, w], finite and at least 0: factors of the rows' weights, as KVzip+ has them. None: 1.
+            They apply to score="softmax" only, and do not change which rows "mean" counts.
         block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
@@ -321,6 +325,7 @@ def window_scores(
         starts=starts,
         softcap=softcap,
         sink_logits=sink_logits,
+        row_weights=row_weights,
         block_table=block_table,
     )
 
@@ -339,9 +344,10 @@ def _(
     starts=None,
     softcap=0.0,
     sink_logits=None,
+    row_weights=None,
     block_table=None,
 ):
-    others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits)
+    others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits, row_weights=row_weights)
     return _window("window_scores", q, k, group_reduce, block_table, **others)
 
 

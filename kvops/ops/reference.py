@@ -218,6 +218,7 @@ def window_scores(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    row_weights: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """LAQ Sec. 4.3 (Eq. 4), SnapKV's observation window. q: [b, Hq, w, d], k: [b, Hk, n, d] -> [b, Hk, n]."""
@@ -226,6 +227,8 @@ def window_scores(
     if score == "softmax":
         lse = None if lse is None else lse.to(dtype).unflatten(1, (k.shape[1], group_size(q, k)))
         rows, _ = window_softmax(logits, seen, lse, sink_logits)
+    if row_weights is not None:
+        rows = rows * row_weights.to(dtype).unflatten(1, (k.shape[1], group_size(q, k))).unsqueeze(-1)
     return window_reduce(rows, seen, logits.isfinite(), reduce, group_reduce)
 
 

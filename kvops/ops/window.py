@@ -56,7 +56,13 @@ def outside_prefix(k: Tensor, window: int, starts: Tensor | None, end: Tensor | 
 
 
 def summed_scores(
-    q: Tensor, k: Tensor, visible: Tensor, lse: Tensor | None, prefix: int | Tensor | None = None, **options: Any
+    q: Tensor,
+    k: Tensor,
+    visible: Tensor,
+    lse: Tensor | None,
+    prefix: int | Tensor | None = None,
+    row_weights: Tensor | None = None,
+    **options: Any,
 ) -> Tensor | None:
     """Computes `ops.window_scores` of any number of rows, in blocks of 256 reduced in order; None for no rows.
 
@@ -72,7 +78,9 @@ def summed_scores(
     for first in range(0, q.shape[2], MAX_WINDOW):
         rows = slice(first, first + MAX_WINDOW)
         block_lse = None if lse is None else lse[:, :, rows]
-        block = window_scores(q[:, :, rows], k, visible[..., rows].contiguous(), lse=block_lse, **options)
+        weights = None if row_weights is None else row_weights[:, :, rows]
+        limits = visible[..., rows].contiguous()
+        block = window_scores(q[:, :, rows], k, limits, lse=block_lse, row_weights=weights, **options)
         if most:  # keys that no row of the block sees have no score in it
             unseen = torch.arange(block.shape[2], device=k.device) >= visible[..., rows].amax(-1).view(-1, 1, 1)
             block = block.masked_fill(unseen, -torch.inf)

@@ -198,6 +198,9 @@ def check_windows_of_tokens(rank: int, ranks: int) -> None:
             for lse_of in ({}, {"lse": whole(lse)}):
                 mine = ops.window_scores(**shards({**call, **lse_of}))
                 torch.testing.assert_close(whole(mine).double(), want[2], rtol=1e-5, atol=1e-6, equal_nan=True)
+            weighted = {**call, "row_weights": kit.randn(*q.shape[:3]).abs()}
+            mine, exact = ops.window_scores(**shards(weighted)), reference.window_scores(**weighted)
+            torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
         dot = {"q": q, "k": k, "visible": late, "score": "dot", "reduce": "mean", "starts": kit.int32(3, 25)}
         torch.testing.assert_close(whole(ops.window_scores(**shards(dot))), ops.window_scores(**dot), equal_nan=True)
         packed = {"q": q.bfloat16(), "k": k.nan_to_num().to(torch.float8_e4m3fn), "visible": late}

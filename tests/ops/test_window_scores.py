@@ -127,6 +127,43 @@ def test_limits(w):
         check(q, k, visible, score="dot", **more)
 
 
+def row_weights(b, heads, w):
+    """Factors from 0 to 1000, some of them 0, in memory whose order is [w, b, Hq]."""
+    x = kit.randn(w, b, heads).abs() * torch.tensor([0.001, 0.1, 1.0, 1000.0])[torch.arange(w) % 4].view(-1, 1, 1)
+    x[w // 2, 0] = 0.0
+    return x.permute(1, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("group, w", [(4, 1), (3, 5), (12, 1), (2, 40)])
+def test_row_weights(group, w, dtype):
+    q, k, visible = kit.window(2, 2, group, w, 95, 40, dtype)
+    weights = row_weights(2, 2 * group, w)
+    sinks, starts = kit.randn(2 * group), kit.int32(0, 11)
+    for reduce in kit.REDUCES:
+        for group_reduce in kit.GROUP_REDUCES:
+            options = dict(reduce=reduce, group_reduce=group_reduce)
+            check_both(q, k, visible, **options, row_weights=weights)
+            with kvops.debug_checks():
+                check_both(q, k, visible, **options, row_weights=weights, sink_logits=sinks, starts=starts)
+            for lse in (None, true_lse(q, k, visible)):
+                one = ops.window_scores(q, k, visible, lse=lse, **options, row_weights=torch.ones_like(weights))
+                assert torch.equal(one, ops.window_scores(q, k, visible, lse=lse, **options))
+    none = ops.window_scores(q, k, visible, row_weights=torch.zeros_like(weights))
+    assert (none == 0).all()
+
+
+def test_row_weights_with_large_logits_and_what_is_not_finite():
+    q, k, visible = kit.window(1, 1, 2, 5, 70, 32)
+    q = q * torch.tensor([1000.0, 10.0, 1.0, 0.1, 0.0]).view(5, 1)
+    weights = row_weights(1, 2, 5)
+    check(q, k, visible, row_weights=weights)
+    check(q, k, visible, row_weights=weights, reduce="max", group_reduce="max")
+    k[:, :, 20, 3] = torch.inf
+    scores = check(q, k, visible, row_weights=weights)
+    assert scores.isnan().sum() == 1  # also in the row that does not count
+
+
 @given(
     data=st.data(),
     n=st.integers(0, 130),
@@ -295,6 +332,14 @@ def test_bad_input():
         (dict(group_reduce="min"), ("group_reduce must be 'sum', 'mean', 'max' or 'none'", "min")),
         (dict(score="dot", lse=lse), ("apply to a softmax", "got lse")),
         (dict(score="dot", sink_logits=torch.zeros(4)), ("apply to a softmax", "got sink_logits")),
+        (dict(score="dot", row_weights=torch.ones(1, 4, 3)), ("apply to a softmax", "got row_weights")),
+        (dict(row_weights=torch.ones(1, 4, 2)), ("row_weights must be float32", r"\[1, 4, 3\]", r"\[1, 4, 2\]")),
+        (dict(row_weights=torch.ones(4, 3)), ("row_weights must be float32", r"\[1, 4, 3\]", r"\[4, 3\]")),
+        (dict(row_weights=torch.ones(1, 4, 3).half()), ("row_weights must be torch.float32", "torch.float16")),
+        (dict(row_weights=torch.full((1, 4, 3), -1.0)), ("row_weights must be finite and at least 0, got -1",)),
+        (dict(row_weights=torch.full((1, 4, 3), torch.inf)), ("row_weights must be finite and at least 0, got inf",)),
+        (dict(row_weights=torch.full((1, 4, 3), torch.nan)), ("row_weights must be finite and at least 0, got nan",)),
+        (dict(lse=lse + 0.05, row_weights=torch.ones(1, 4, 3)), ("lse must be the natural log",)),
         (dict(lse=lse[:, :, :2]), ("lse must be float32", r"\[1, 4, 3\]", r"\[1, 4, 2\]")),
         (dict(lse=lse[:, :2]), ("lse must be float32", r"\[1, 2, 3\]")),
         (dict(lse=lse.half()), ("lse must be torch.float32", "torch.float16")),

@@ -5,7 +5,7 @@
 
 namespace kvops::sm90 {
 
-bool window_scores(const Window& p, const LseView& lse, const float2* totals, cudaStream_t stream) {
+bool window_scores(const Window& p, const RowValues& lse, const float2* totals, cudaStream_t stream) {
   return window_scores_hopper(p, lse, reinterpret_cast<const RowSum*>(totals), stream);
 }
 

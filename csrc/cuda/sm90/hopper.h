@@ -12,7 +12,7 @@ namespace kvops::sm90 {
 #ifdef KVOPS_SM90
 // The scores. For each row either the totals are known, [b, Hq, w]: the largest logit, times log2(e), and the sum of
 // 2^(logit - that); or, if `totals` is null, the lse.
-bool window_scores(const Window& p, const LseView& lse, const float2* totals, cudaStream_t stream);
+bool window_scores(const Window& p, const RowValues& lse, const float2* totals, cudaStream_t stream);
 
 // For each row and each split (split_keys keys, starting at the first valid slot + split * split_keys): the largest
 // logit, times log2(e), and the sum of 2^(logit - that). If v is null, sums are [b * heads, splits, rows]. Otherwise v
@@ -25,7 +25,7 @@ bool window_pass(const Window& p, const KVView* v, int64_t splits, int64_t split
 // The assignment. units: the prototypes as unit vectors of k's dtype, [b, heads, rows, d], 0 for those that cannot win.
 bool assign_prototypes(const AssignPrototypesParams& p, const KVView& units, int64_t rows, cudaStream_t stream);
 #else
-inline bool window_scores(const Window&, const LseView&, const float2*, cudaStream_t) {
+inline bool window_scores(const Window&, const RowValues&, const float2*, cudaStream_t) {
   return false;
 }
 inline bool window_pass(const Window&, const KVView*, int64_t, int64_t, float2*, float*, float*, cudaStream_t) {

@@ -1,6 +1,6 @@
 // The second half of window_scores for Hopper: the scores, when the log-sum-exp of each row is known.
 //
-//   score[j] = sum over the rows i that see j of exp(scale q_i . k_j - lse[i]), times one factor (means)
+//   score[j] = sum over the rows i that see j of weight[i] exp(scale q_i . k_j - lse[i]), times one factor (means)
 //
 // Bytes that must move: K once. Per block of 128 keys and 128 rows, a multiprocessor of an H200 has to load 32 KB and
 // do 1024 cycles of wgmma and 1024 of exponentials, all three at once. Each consumer warpgroup takes every other block
@@ -59,7 +59,7 @@ KVOPS_HOST_DEVICE constexpr int column_run(int lane) {
 
 template <class T, int kDim>
 __global__ void __launch_bounds__(kThreads, 1)
-    window_scores_sm90_kernel(const __grid_constant__ TensorMap keys, const Window p, const LseView lse,
+    window_scores_sm90_kernel(const __grid_constant__ TensorMap keys, const Window p, const RowValues lse,
                               const RowSum* totals, int tiles, int stages, int runs, bool wide) {
   constexpr int kKeys = kScoreKeys<kDim>, kColumns = kKeys / 4;  // columns that a thread sums: two of every eight
   unsigned char* const shared = aligned_shared();
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       its_limit = static_cast<int>(p.limit(rows.batch, i));
       if (its_limit > seen.first) {
         const int64_t row = (rows.batch * p.heads * p.group + h) * p.w + i;
-        weight = row_weight(p, totals ? totals[row] : total_of_lse(lse.at(rows.batch, h, i)), h);
+        weight = score_weight(p, totals ? totals[row] : total_of_lse(lse.at(rows.batch, h, i)), rows.batch, h, i);
       }
     }
     bias[r] = -weight.less;
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 // Returns false, without doing anything, if it does not support the call. Either the totals or the lse are given.
-inline bool window_scores_hopper(const Window& p, const LseView& lse, const RowSum* totals, cudaStream_t stream) {
+inline bool window_scores_hopper(const Window& p, const RowValues& lse, const RowSum* totals, cudaStream_t stream) {
   if (!serves(p) || p.w == 1 || p.reduce == Reduce::max || p.group_reduce == Reduce::max) return false;
   const int64_t group = p.group_reduce == Reduce::none ? 1 : p.group, units = p.b * p.heads * p.group / group;
   const int tiles = static_cast<int>((group * p.w + kRows - 1) / kRows);
