@@ -344,11 +344,21 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             self._due = self._waiting = 0  # if the step failed
             self.crop(seen)
 
+    def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
+        if readers and self.policy.plus:
+            raise NotImplementedError(
+                "KVzip: plus=True weights each layer's scores by its own output projection, expected layers that do "
+                f"not share keys, got {readers} more that read this layer's; use plus=False"
+            )
+        return super().attention(q, k_step, v_step, readers=readers, **options)
+
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
         out = super()._read(q, k_step, v_step, view, options)
         if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
             end = k_step.shape[2] - q.shape[2]
-            scores = self.policy.score_pass(q, k_step, self._first, self._step_pads, end, options)
+            hidden = None if self._inputs is None else self._inputs.hidden
+            every = View(k_step, v_step, self._step_pads, layer=self.layer)
+            scores = self.policy.score_pass(q, every, self._first, end, options, hidden)
             self._scores = scores if self._scores is None else torch.maximum(self._scores, scores)
         return out
 

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
-from ..methods.view import View
+from ..methods.view import LayerInputs, View
 from ..ops.checks import check_choice, check_int, check_vector, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
@@ -172,6 +172,7 @@ class Cache:
         self._prompt = 0  # tokens of the prompt so far
         self._protecting: Policy | None = None  # the policy with the prompt's length, if it protects the prompt
         self._read_since = 0  # tokens stored between the eviction before the last step and the end of that step
+        self._inputs: LayerInputs | None = None  # of the last step, until its attention is done
         self._step_pads: Tensor | None = None  # int32 [b]: padding slots in what the last append returned
 
     @property
@@ -318,7 +319,7 @@ class Cache:
         self._padding, self._most_padding = pads.to(torch.int32), max(pads.tolist(), default=0)
         self.pads = torch.zeros_like(self._padding)
 
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def append(self, k: Tensor, v: Tensor, *, inputs: LayerInputs | None = None) -> tuple[Tensor, Tensor]:
         """Store t new tokens and return the K and V that this step's attention reads. Then evict.
 
         A failed call leaves the cache unchanged.
@@ -326,6 +327,8 @@ class Cache:
         Args:
             k: [b, Hk, t, d], the new keys.
             v: [b, Hk, t, dv], the new values.
+            inputs: What the layer was called with, for policies with `needs.inputs`. The cache holds on to it until
+                `release` or the next `append`.
 
         Returns:
             K [b, Hk, len + t, d] and V [b, Hk, len + t, dv], the stored slots and the new ones. With
@@ -338,7 +341,9 @@ class Cache:
             RuntimeError: The previous `append` still needs its `attention`.
         """
         self._check(k, v)
+        check_inputs(self.name, inputs, k)
         with self.undone_on_error():
+            self._inputs = inputs
             return self._append(k, v)
 
     def attend(
@@ -350,6 +355,7 @@ class Cache:
         scale: float | None = None,
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
         """Store t new tokens, compute their causal attention, and evict: `append` and `attention` in one call.
 
@@ -367,6 +373,7 @@ class Cache:
             scale: Factor of q.k; None: 1 / sqrt(d).
             softcap: Limit of the logits; 0 disables it.
             sink_logits: fp32 [Hq], one more logit for each head's softmax (attention sinks); None: no sinks.
+            inputs: What the layer was called with, for policies with `needs.inputs`.
 
         Returns:
             [b, Hq, t, dv]. Rows that are padding are 0.
@@ -376,7 +383,9 @@ class Cache:
         """
         self._check(k, v)
         check_tokens(self.name, k)
+        check_inputs(self.name, inputs, k)
         with self.undone_on_error():
+            self._inputs = inputs
             k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             out = self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
@@ -439,7 +448,7 @@ class Cache:
 
     def release(self) -> None:
         """Free what only the attention of the last step reads, once all layers that share these keys have attended."""
-        self._released, self._reading = self._reading is not None, None
+        self._released, self._reading, self._inputs = self._reading is not None, None, None
 
     def _record(self, q: Tensor, out: Tensor) -> Tensor:
         """Remember the queries if this is the cache of a draft."""
@@ -616,6 +625,7 @@ class Cache:
             padding=self._padding,
             state=dict(self.state),
             whole_prompt=self.policy.protect is not None,
+            inputs=self._inputs,
         )
 
     def _pads_with(self, t: int) -> Tensor | None:
@@ -798,6 +808,19 @@ def check_tokens(who: str, k: Tensor) -> None:
     inference_only(who, k=k)
     if k.dim() == 4 and k.shape[2] == 0:
         raise ValueError(f"{who}: k must hold at least one token, got shape {list(k.shape)}")
+
+
+def check_inputs(who: str, inputs: LayerInputs | None, k: Tensor) -> None:
+    """Check that a step's inputs are those of the tokens of k, [b, Hk, t, d]."""
+    if inputs is None:
+        return
+    if not isinstance(inputs, LayerInputs):
+        raise TypeError(f"{who}: inputs must be a kvops.LayerInputs, got {type(inputs).__name__}")
+    (b, _, t, _), (hidden, ids, _) = k.shape, inputs
+    if hidden.dim() != 3 or hidden.shape[:2] != (b, t):
+        raise ValueError(f"{who}: inputs.hidden must be [{b}, {t}, hidden], got {list(hidden.shape)}")
+    if ids is not None and ids.shape != (b, t):
+        raise ValueError(f"{who}: inputs.token_ids must be [{b}, {t}], got {list(ids.shape)}")
 
 
 def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ..methods.base import Out
+from ..methods.view import LayerInputs
 from ..ops import rope_at_slots, window_attention
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope, Tables
-from .base import Cache, Eviction, check_step, check_tokens
+from .base import Cache, Eviction, check_inputs, check_step, check_tokens
 
 #: Steps of at most this many rows, drafts included, rotate keys as the attention reads them. Longer steps are prompt
 #: chunks, and K is rotated once for them.
@@ -41,6 +42,7 @@ class SlotCache(Cache, kind="slots"):
         scale: float | None = None,
         softcap: float = 0.0,
         sink_logits: Tensor | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
         """Store, attend and evict, as `Cache.attend`.
 
@@ -48,11 +50,15 @@ class SlotCache(Cache, kind="slots"):
         """
         self._check(k, v)
         check_tokens(self.name, k)
+        check_inputs(self.name, inputs, k)
         with self.undone_on_error():
+            self._inputs = inputs
             k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
-            return self.attention(q, k_step, v_step, positions=positions, **options)
+            out = self.attention(q, k_step, v_step, positions=positions, **options)
+            self.release()
+            return out
 
     def attention(
         self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options: Any

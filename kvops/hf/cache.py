@@ -19,6 +19,7 @@ from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
 from ..methods import LAQ, KVzip, Policy, QueryPolicy
 from ..methods.registry import as_policy
+from ..methods.view import LayerInputs
 from ..ops.rope import Rope
 from . import architectures
 from .attention import ATTENTION, STOCK, Slots, autocast, check_attention, eager, steps
@@ -70,6 +71,7 @@ class EvictingLayer(DynamicLayer):
         self.readers = readers
         self.reads = 0  # how many layers have attended in the last step
         self.before = 0  # tokens seen before the last step
+        self.inputs: LayerInputs | None = None  # of the coming step; see `inputs.passing_inputs`
 
     # transformers reads these attributes; the cache owns the tensors.
 
@@ -105,7 +107,8 @@ class EvictingLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.before = self.cache.seen
-        step = self.cache.append(key_states, value_states)
+        inputs, self.inputs = self.inputs, None
+        step = self.cache.append(key_states, value_states, inputs=inputs)
         if self.own_attention:
             self.reads = 0
             steps.add(self, *step)
@@ -247,6 +250,7 @@ class KVCache(DynamicCache):
         self._asked = False  # whether mask sizes were requested for a mask that the library has yet to make
         self._masked = 0  # how many tokens, cached and new, the last mask covered
         self._peak = 0  # bytes
+        self.token_ids: Tensor | None = None  # of the current forward; see `inputs.passing_inputs`
         config = config.get_text_config(decoder=True)
         self._kv_heads = _kv_heads(config)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which never grow
@@ -497,6 +501,8 @@ def _check_stock_attention(policy: Policy, pads: Tensor | None) -> None:
     padded = pads is not None and bool(pads.any())
     if isinstance(policy, QueryPolicy) or policy.needs.statistics:
         why = "uses queries, which the attention of transformers does not pass to a cache"
+    elif policy.needs.inputs:
+        why = "reads hidden states, which a cache with the attention of transformers does not get"
     elif policy.positions == "slots":
         why = "rotates keys and queries at their slots before the attention (unless positions='original')"
     elif policy.ragged:

@@ -25,6 +25,7 @@ from .arguments import CACHE, by_name, given_cache
 from .attention import own_attention, unwrap
 from .cache import KVCache, check
 from .generation import Lookahead, setting
+from .inputs import passing_inputs
 from .patches import install
 from .requirements import for_model
 from .turns import check_caching
@@ -65,6 +66,7 @@ class Compression:
         with ExitStack() as undo:
             undo.enter_context(own_attention(self._model))
             KVCache(self._model.config, self.policy)  # raises now for what it does not support
+            undo.enter_context(passing_inputs(self._model, self.policy))
             _enter(self)
             self._undo = undo.pop_all()
         return self
@@ -423,7 +425,7 @@ def _hooks(model: PreTrainedModel) -> dict[str, Any]:
 
 def _generate(block: Compression, function: Callable[..., Any], call: dict[str, Any]) -> Any:
     model = block._model
-    with own_attention(model):  # it checks the model; and the block may end before the call does
+    with own_attention(model), passing_inputs(model, block.policy):  # the block may end before the call does
         _check_settings(model, call)
         cache = block._new_cache()
         if block.policy.needs.stage:

@@ -22,6 +22,7 @@ from ..methods.kvzip import repeat_ids
 from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage, tensors_of
 from .conversation import mask_of_pads
+from .inputs import passing_inputs
 
 
 def lookahead(
@@ -129,6 +130,7 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
         with contextlib.ExitStack() as passes:
             for layer in layers:
                 passes.enter_context(_repeating(layer).repeating(first))
+            passes.enter_context(passing_inputs(model, cache.policy))
             model(ids, attention_mask=every, position_ids=positions, logits_to_keep=1, **{CACHE: reading})
     evict_repeated([_repeating(layer) for layer in layers])
     cache.stages.append(Stage("decode", _held(cache)))

@@ -12,13 +12,14 @@ from .registry import policy
 from .snapkv import pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
 from .table import *  # noqa: F403
-from .view import View
+from .view import LayerInputs, View
 
 __all__ = [
     "BudgetPolicy",
     "CalibratedPolicy",
     "Compressed",
     "KeyPolicy",
+    "LayerInputs",
     "Needs",
     "ObservedPolicy",
     "Policy",

@@ -138,6 +138,8 @@ class Needs(NamedTuple):
             then a cache keeps the whole prompt.
         statistics: The statistics of the prompt's own queries (`View.statistics`), without those of the first `sinks`
             tokens. A cache gathers them for policies that score by K and V, if it is given the model's `rope`.
+        inputs: What each attention module is called with: `View.hidden`, `View.token_ids` and `View.module`, of the
+            tokens of the step. `kvops.hf` passes them, and `Cache.attend` takes them.
     """
 
     dense: bool = True
@@ -146,6 +148,7 @@ class Needs(NamedTuple):
     model: tuple[str, ...] = ()
     stage: Literal["draft", "repeat"] | None = None
     statistics: bool = False
+    inputs: bool = False
 
 
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
@@ -292,8 +295,13 @@ class Policy:
                 f"tokens, expected head_mode 'per_head' or 'shared', got {self!r}"
             )
 
-    def check_no_statistics(self, who: str) -> None:
-        """Raise ValueError if the policy needs statistics of the prompt, which `who` does not gather."""
+    def check_gathered(self, who: str) -> None:
+        """Raise ValueError if the policy needs what `who`, an engine, does not gather: `statistics` or `inputs`."""
+        if self.needs.inputs:
+            raise ValueError(
+                f"{self.name}: {who} does not pass hidden states and token ids, expected a policy without "
+                f"needs.inputs, got {self!r}; use kvops.hf.compress or kvops.hf.generate"
+            )
         if self.needs.statistics:
             raise ValueError(
                 f"{self.name}: {who} does not gather the statistics of a prompt's queries, expected those of the "
@@ -302,7 +310,7 @@ class Policy:
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
-        self.check_no_statistics("a PagedCache")
+        self.check_gathered("a PagedCache")
         if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:

@@ -624,6 +624,8 @@ def kvzip_compress(
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
+    plus: bool = False,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,
@@ -642,6 +644,12 @@ def kvzip_compress(
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
     score   = max over the group's query heads and the rows i of the pass of a[i, j]      for j in the chunk
+    ```
+
+    KVzip+ (plus=True) scores what a token adds to the hidden state h_i that the layer's attention is called with:
+
+    ```text
+    score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| / ||h_i||
     ```
 
     The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
@@ -676,6 +684,8 @@ def kvzip_compress(
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
             without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
+        plus: The scores of KVzip+.
+        w_o: With plus=True the weights of the output projection; see `CriticalKV`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -684,8 +694,8 @@ def kvzip_compress(
             begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
-        **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
-            `Logits`, `LayerSpans` and `Spans`.
+        **call: hidden_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer,
+            num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
 
     Returns:
         (k, v, indices) of the kept slots; see `Compressed`.
@@ -694,7 +704,7 @@ def kvzip_compress(
         TypeError: An argument has the wrong type. Nothing has been written.
         ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
 
-    Source: KVzip, Kim et al., 2025.
+    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026.
     """
 
 def kvzip_compress_(
@@ -709,6 +719,8 @@ def kvzip_compress_(
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
+    plus: bool = False,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,

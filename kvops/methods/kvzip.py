@@ -7,7 +7,7 @@ paper and released code differ: docs/methods/kvzip.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import Reduce
-from ..ops.checks import check_choice, check_int, check_queries, check_token_ids
+from ..ops.checks import check_bool, check_choice, check_int, check_queries, check_token_ids
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import Budget, budget_tokens
+from .projection import Projection, output_norms
 from .queries import Logits, QueryPolicy
 from .view import View
 
@@ -29,7 +30,13 @@ WORDS = ("instruction", "next_instruction", "suffix")
 
 
 class RepeatCall(LayerSpans, Logits, total=False):
-    """The options of `KVzip.compress`: `LayerSpans` and `Logits`."""
+    """The options of `KVzip.compress`: `LayerSpans`, `Logits`, and with plus=True the hidden states.
+
+    Attributes:
+        hidden_repeat: [b, t, hidden], what the layer's attention was called with in the passes.
+    """
+
+    hidden_repeat: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,12 @@ class KVzip(QueryPolicy):
     ```text
     a[i, j] = softmax over j of scale * q_i . k_j      j: the sinks, the chunk, and the tokens of the pass up to i
     score   = max over the group's query heads and the rows i of the pass of a[i, j]      for j in the chunk
+    ```
+
+    KVzip+ (plus=True) scores what a token adds to the hidden state h_i that the layer's attention is called with:
+
+    ```text
+    score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| / ||h_i||
     ```
 
     The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
@@ -64,6 +77,8 @@ class KVzip(QueryPolicy):
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
             without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         group_reduce: See `QueryPolicy`.
+        plus: The scores of KVzip+.
+        w_o: With plus=True the weights of the output projection; see `CriticalKV`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -73,10 +88,9 @@ class KVzip(QueryPolicy):
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
 
-    Source: KVzip, Kim et al., 2025.
+    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026.
     """
 
-    needs = Needs(positions=False, model=WORDS, stage="repeat")
     argument: ClassVar[str] = "q_repeat"
     reduce: ClassVar[str] = "max"
 
@@ -84,14 +98,24 @@ class KVzip(QueryPolicy):
     sinks: int = 4
     group_reduce: Reduce = "max"
     scope: Scope = "layer"
+    plus: bool = False
+    w_o: Projection | None = field(default=None, repr=False)
     chunk: int = 2048
     previous: int = 8
     instruction: tuple[int, ...] | None = None
     next_instruction: tuple[int, ...] | None = None
     suffix: tuple[int, ...] | None = None
 
+    @property
+    def needs(self) -> Needs:
+        model = (*WORDS, "w_o") if self.plus else WORDS
+        return Needs(positions=False, model=model, stage="repeat", inputs=self.plus)
+
     def check(self) -> None:
         check_choice(self.name, "scope", self.scope, SCOPES)
+        check_bool(self.name, "plus", self.plus)
+        if self.w_o is not None and not self.plus:
+            raise ValueError(f"{self.name}: w_o is used with plus=True only, expected None, got weights")
         if self.scope == "model" and self.head_mode != "adaptive":
             raise ValueError(
                 f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
@@ -158,8 +182,8 @@ class KVzip(QueryPolicy):
                 pass; the values there are ignored.
             k_repeat: [b, Hk, t, d], the keys of the same tokens.
             passes: The rows of each pass, with the sum t; one pass for each chunk of the longest row. None: one pass.
-            **call: scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
-                `Logits`, `LayerSpans` and `Spans`.
+            **call: hidden_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer,
+                num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
 
         Returns:
             (k, v, indices) of the kept slots; see `Compressed`.
@@ -169,15 +193,22 @@ class KVzip(QueryPolicy):
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         spans: dict[str, Any] = dict(call)
+        hidden = spans.pop("hidden_repeat", None)
         logits = {name: spans.pop(name) for name in Logits.__annotations__ if name in spans}
         view, out = self._view(k, v, **spans)
-        view.observed = self.repeated(view, q_repeat, k_repeat, passes, logits)
+        view.observed = self.repeated(view, q_repeat, k_repeat, passes, logits, hidden)
         return self._compress(view, out)
 
     def repeated(
-        self, view: View, q: Tensor, k: Tensor, passes: Sequence[int] | None, logits: dict[str, Any]
+        self,
+        view: View,
+        q: Tensor,
+        k: Tensor,
+        passes: Sequence[int] | None,
+        logits: dict[str, Any],
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """The scores of all passes: fp32 [b, Hk, n]. q, k: as `compress` takes them."""
+        """The scores of all passes: fp32 [b, Hk, n]. q, k, hidden: as `compress` takes them."""
         check_queries(self.name, "q_repeat", q, view.k)
         check_queries(self.name, "k_repeat", k, view.k, q.shape[2])
         if k.shape[:2] != view.k.shape[:2] or k.shape[3] != view.k.shape[3] or k.dtype != view.k.dtype:
@@ -193,20 +224,26 @@ class KVzip(QueryPolicy):
                 f"{self.name}: passes must be the rows of at most {chunks} passes of {self.chunk} tokens, with the sum "
                 f"{q.shape[2]}, got {rows}"
             )
+        if hidden is not None and (not self.plus or hidden.dim() != 3 or hidden.shape[:2] != (len(q), q.shape[2])):
+            want = f"[{len(q)}, {q.shape[2]}, hidden]" if self.plus else "None without plus=True"
+            raise ValueError(f"{self.name}: hidden_repeat must be {want}, got shape {list(hidden.shape)}")
+        of_passes = [None] * len(rows) if hidden is None else hidden.split(rows, 1)
         total = torch.zeros(view.k.shape[:3], dtype=torch.float32, device=view.k.device)
-        for i, (queries, keys) in enumerate(zip(q.split(rows, 2), k.split(rows, 2))):
-            every = torch.cat((view.k, keys), 2)
-            total = torch.maximum(total, self.score_pass(queries, every, i * self.chunk, view.starts, view.end, logits))
+        for i, (queries, keys, own) in enumerate(zip(q.split(rows, 2), k.split(rows, 2), of_passes)):
+            every = replace(view, k=torch.cat((view.k, keys), 2))
+            total = torch.maximum(total, self.score_pass(queries, every, i * self.chunk, view.end, logits, own))
         return total
 
     def score_pass(
-        self, q: Tensor, k: Tensor, first: int, starts: Tensor | None, end: Tensor | int, logits: dict[str, Any]
+        self, q: Tensor, view: View, first: int, end: Tensor | int, logits: dict[str, Any], hidden: Tensor | None
     ) -> Tensor:
         """The scores of one pass: fp32 [b, Hk, n], 0 outside of its chunk.
 
-        q: [b, Hq, t, d]. k: [b, Hk, n + t, d], the prompt's keys and those of the pass. first: the chunk's first token,
-        counted from each row's start. starts, end: of each row's tokens among the n slots; see `View`.
+        q: [b, Hq, t, d]. view: k is [b, Hk, n + t, d], the prompt's keys and those of the pass; v has at least the
+        prompt's n slots. first: the chunk's first token, counted from each row's start. end: of each row's tokens among
+        the n slots; see `View`. hidden: [b, t, hidden], with plus=True.
         """
+        k, starts = view.k, view.starts
         (b, heads, _, d), t = k.shape, q.shape[2]
         n, device = k.shape[2] - t, k.device
         begin = torch.zeros(b, dtype=torch.int64, device=device) if starts is None else starts.long()
@@ -223,11 +260,37 @@ class KVzip(QueryPolicy):
         rows = torch.where(count > 0, t - (count.max() - count), 0)  # shorter chunks have fewer rows
         visible = torch.where(row < rows, held + count + row + 1, 0).int()
         options = {"reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
+        if self.plus:
+            options |= {"group_reduce": "none", "row_weights": self._row_weights(q, hidden)}
         scores = summed_scores(q, seen, visible, None, **options)
         assert scores is not None  # there is at least one row
-        inside = (slot >= held) & (own < 0)
-        at = torch.where(inside, at, n)[:, None].expand_as(scores)
+        chunk = slice(held, held + most)
+        scores, at, inside = scores[..., chunk], at[:, chunk], own[:, chunk] < 0
+        if self.plus:
+            slots = at.where(inside, 0)[:, None, :, None].expand(-1, heads, -1, view.v.shape[3])
+            scores = self._by_output(scores, _gather(view.v, slots), view.layer)
+        at = at.where(inside, n)[:, None].expand_as(scores)
         return scores.new_zeros(b, heads, n + 1).scatter_(2, at, scores)[..., :n]
+
+    def _row_weights(self, q: Tensor, hidden: Tensor | None) -> Tensor:
+        """1 / ||h_i|| of each row, fp32 [b, Hq, t]; 0 if that is not finite."""
+        if hidden is None:
+            raise ValueError(
+                f"{self.name}: with plus=True a pass needs the hidden states of its tokens, got none; pass "
+                "hidden_repeat to compress, or inputs to Cache.attend"
+            )
+        norms = hidden.to(q.device).float().norm(dim=-1)
+        return norms.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1).expand(q.shape[:3])
+
+    def _by_output(self, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
+        """The scores of the query heads, [b, Hq, m], times ||W_O v||, reduced over the group: [b, Hk, m]."""
+        norms = output_norms(self.name, self.w_o, v, layer)
+        if norms.shape != scores.shape:
+            raise ValueError(
+                f"{self.name}: w_o must be [hidden, Hq * dv], expected Hq = {scores.shape[1]}, got {norms.shape[1]}"
+            )
+        grouped = (scores * norms).unflatten(1, (v.shape[1], -1))
+        return {"max": grouped.amax, "mean": grouped.mean, "sum": grouped.sum}[self.group_reduce](2)
 
     @classmethod
     def at_budget(

@@ -1,4 +1,4 @@
-"""The output projection W_O, for methods that weight attention by how far a token's value reaches: ||W_O v||_1."""
+"""The output projection W_O, for methods that weight attention by how far a token's value reaches: ||W_O v||."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops import value_norm
+from ..ops import quadratic_scores, value_norm
 from .view import View
 
 #: [hidden, Hq * dv], as torch.nn.Linear stores it, or a list of them, one for each layer that evicts.
@@ -38,17 +38,39 @@ def projected_norms(op: str, w_o: Projection | None, view: View) -> Tensor:
 
     The weights are converted to the dtype that v is computed in.
     """
+    weights = _of_layer(op, w_o, view.layer)
+    dtype = torch.bfloat16 if view.v.element_size() == 1 else view.v.dtype
+    return value_norm(view.v, weights.to(view.v.device, dtype), **view.slots)
+
+
+def output_norms(op: str, w_o: Projection | None, v: Tensor, layer: int | None) -> Tensor:
+    """||W_O^h v_j||_2 for each query head h: fp32 [b, Hq, n]. v: [b, Hk, n, dv].
+
+    It is the square root of v_j^T (W_O^h^T W_O^h) v_j, so the hidden channels are summed once, and not per token.
+    """
+    weights = _of_layer(op, w_o, layer).to(v.device, torch.float32)
+    dv = v.shape[3]
+    if weights.shape[1] % (v.shape[1] * dv):
+        raise ValueError(
+            f"{op}: w_o must be [hidden, a multiple of {v.shape[1]} heads * {dv}], got {list(weights.shape)}"
+        )
+    by_head = weights.unflatten(1, (-1, dv)).transpose(0, 1)  # [Hq, hidden, dv]
+    gram = by_head.mT @ by_head
+    return quadratic_scores(v, gram.new_zeros(gram.shape[:2]), cov=gram, scale=2**0.5).clamp(min=0.0).sqrt()
+
+
+def _of_layer(op: str, w_o: Projection | None, layer: int | None) -> Tensor:
+    """The weights of one layer."""
     if isinstance(w_o, tuple):
-        if view.layer is None:
+        if layer is None:
             raise TypeError(f"{op}: w_o is a list, so layer must be an int, got None; pass it to compress")
-        if not 0 <= view.layer < len(w_o):
-            raise ValueError(f"{op}: layer must name one of the {len(w_o)} weights of w_o, got layer {view.layer}")
-        w_o = w_o[view.layer]
+        if not 0 <= layer < len(w_o):
+            raise ValueError(f"{op}: layer must name one of the {len(w_o)} weights of w_o, got layer {layer}")
+        w_o = w_o[layer]
     if w_o is None:
         raise ValueError(f"{op}: {_MISSING}")
     assert isinstance(w_o, Tensor)
-    dtype = torch.bfloat16 if view.v.element_size() == 1 else view.v.dtype
-    return value_norm(view.v, w_o.detach().to(view.v.device, dtype), **view.slots)
+    return w_o.detach()
 
 
 _MISSING = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,20 @@ class OfLayer:
     norms: Tensor | None
     rope: Rope
     scale: float | None
+
+
+class LayerInputs(NamedTuple):
+    """What the attention module of a layer is called with in a step of t tokens, padding included.
+
+    Attributes:
+        hidden: [b, t, hidden], the hidden states, as the module receives them: in most models after the layer's norm.
+        token_ids: int64 [b, t]; None if unknown, as with embeddings in their place.
+        module: The module itself, for its weights and config; None if unknown.
+    """
+
+    hidden: Tensor
+    token_ids: Tensor | None = None
+    module: Any = None
 
 
 @dataclass
@@ -64,6 +78,8 @@ class View:
         whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
         statistics: The statistics of each row's queries, if the policy needs them (`Needs.statistics`); None before a
             cache has gathered any.
+        inputs: What the attention module was called with in the current step, if the policy needs it (`Needs.inputs`).
+            Its tokens are those of the last `new` slots. A rule reads `hidden`, `token_ids` and `module`.
     """
 
     k: Tensor
@@ -85,6 +101,7 @@ class View:
     tokens: Tensor | None = None
     whole_prompt: bool = False
     statistics: OfLayer | None = None
+    inputs: LayerInputs | None = None
 
     def __post_init__(self) -> None:
         if self.seen < 0:
@@ -157,6 +174,29 @@ class View:
         """`observed`, which is never None in a rule that uses queries."""
         assert self.observed is not None
         return self.observed
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden states of the step, [b, new, hidden]; see `LayerInputs`. Raises RuntimeError if unknown."""
+        return self._given("hidden")
+
+    @property
+    def token_ids(self) -> Tensor:
+        """The token ids of the step, int64 [b, new]. Raises RuntimeError if unknown."""
+        return self._given("token_ids")
+
+    @property
+    def module(self) -> Any:
+        """The attention module. Raises RuntimeError if unknown."""
+        return self._given("module")
+
+    def _given(self, name: str) -> Any:
+        if (found := getattr(self.inputs, name, None)) is None:
+            raise RuntimeError(
+                f"View.{name}: expected it from the model, got none; declare needs = kvops.Needs(inputs=True) and use "
+                "kvops.hf.compress or kvops.hf.generate with token ids, or pass inputs= to kvops.Cache.attend"
+            )
+        return found
 
     def layer_and_count(self, op: str) -> tuple[int, int]:
         """layer and num_layers, for the policies that need them."""
