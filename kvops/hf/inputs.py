@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from ..methods import Policy
 from ..methods.view import LayerInputs
-from .arguments import by_name, given_cache
+from .arguments import by_name
 from .attention import eager, unwrap
 from .cache import EvictingLayer, KVCache
 
@@ -41,8 +41,8 @@ def passing_inputs(model: torch.nn.Module, policy: Policy) -> Iterator[None]:
 
 def _called(hook: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     call = by_name(module.forward, args, kwargs)
-    cache = given_cache(call)
-    if isinstance(cache, KVCache) and cache.policy.needs.inputs:
+    cache = next((x for x in call.values() if isinstance(x, KVCache)), None)  # modules have different names for it
+    if cache is not None and cache.policy.needs.inputs:
         hook(cache, module, call)
 
 

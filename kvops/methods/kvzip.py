@@ -114,8 +114,6 @@ class KVzip(QueryPolicy):
     def check(self) -> None:
         check_choice(self.name, "scope", self.scope, SCOPES)
         check_bool(self.name, "plus", self.plus)
-        if self.w_o is not None and not self.plus:
-            raise ValueError(f"{self.name}: w_o is used with plus=True only, expected None, got weights")
         if self.scope == "model" and self.head_mode != "adaptive":
             raise ValueError(
                 f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
@@ -243,52 +241,25 @@ class KVzip(QueryPolicy):
         prompt's n slots. first: the chunk's first token, counted from each row's start. end: of each row's tokens among
         the n slots; see `View`. hidden: [b, t, hidden], with plus=True.
         """
-        k, starts = view.k, view.starts
-        (b, heads, _, d), t = k.shape, q.shape[2]
-        n, device = k.shape[2] - t, k.device
-        begin = torch.zeros(b, dtype=torch.int64, device=device) if starts is None else starts.long()
-        valid = torch.as_tensor(end, device=device) - begin  # [b]
+        t, n = q.shape[2], view.n - q.shape[2]
         held, most = min(self.sinks, first), max(0, min(self.chunk, n - first))
-        count = (valid - first).clamp(0, most)[:, None]  # the tokens of the chunk
-        # The keys that a pass sees lie one after the other: the sinks, the chunk, the pass.
-        slot = torch.arange(held + most + t, device=device)
-        own = slot - held - count
-        at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
-        at = at.clamp(max=n + t - 1)
-        seen = _gather(k, at[:, None, :, None].expand(-1, heads, -1, d))
-        row = torch.arange(t, device=device)
-        rows = torch.where(count > 0, t - (count.max() - count), 0)  # shorter chunks have fewer rows
-        visible = torch.where(row < rows, held + count + row + 1, 0).int()
+        at, inside, visible = _pass_slots(view, n, t, end, first, held, most)
+        seen = _gather(view.k, at)
         options = {"reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
         if self.plus:
-            options |= {"group_reduce": "none", "row_weights": self._row_weights(q, hidden)}
+            options |= {"group_reduce": "none", "row_weights": _row_weights(self.name, q, hidden)}
         scores = summed_scores(q, seen, visible, None, **options)
         assert scores is not None  # there is at least one row
         chunk = slice(held, held + most)
-        scores, at, inside = scores[..., chunk], at[:, chunk], own[:, chunk] < 0
+        scores, at, inside = scores[..., chunk], at[:, chunk], inside[:, chunk]
         if self.plus:
-            slots = at.where(inside, 0)[:, None, :, None].expand(-1, heads, -1, view.v.shape[3])
-            scores = self._by_output(scores, _gather(view.v, slots), view.layer)
+            scores = self._by_output(scores, _gather(view.v, at.where(inside, 0)), view.layer)
         at = at.where(inside, n)[:, None].expand_as(scores)
-        return scores.new_zeros(b, heads, n + 1).scatter_(2, at, scores)[..., :n]
-
-    def _row_weights(self, q: Tensor, hidden: Tensor | None) -> Tensor:
-        """1 / ||h_i|| of each row, fp32 [b, Hq, t]; 0 if that is not finite."""
-        if hidden is None:
-            raise ValueError(
-                f"{self.name}: with plus=True a pass needs the hidden states of its tokens, got none; pass "
-                "hidden_repeat to compress, or inputs to Cache.attend"
-            )
-        norms = hidden.to(q.device).float().norm(dim=-1)
-        return norms.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1).expand(q.shape[:3])
+        return scores.new_zeros(*view.k.shape[:2], n + 1).scatter_(2, at, scores)[..., :n]
 
     def _by_output(self, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
         """The scores of the query heads, [b, Hq, m], times ||W_O v||, reduced over the group: [b, Hk, m]."""
-        norms = output_norms(self.name, self.w_o, v, layer)
-        if norms.shape != scores.shape:
-            raise ValueError(
-                f"{self.name}: w_o must be [hidden, Hq * dv], expected Hq = {scores.shape[1]}, got {norms.shape[1]}"
-            )
+        norms = output_norms(self.name, self.w_o, v, layer, scores.shape[1])
         grouped = (scores * norms).unflatten(1, (v.shape[1], -1))
         return {"max": grouped.amax, "mean": grouped.mean, "sum": grouped.sum}[self.group_reduce](2)
 
@@ -303,11 +274,47 @@ class KVzip(QueryPolicy):
         return {"budget": budget, "sinks": min(4, budget)}
 
 
+def _row_weights(op: str, q: Tensor, hidden: Tensor | None) -> Tensor:
+    """1 / ||h_i|| of each row, fp32 [b, Hq, t]; 0 if that is not finite. hidden: [b, t, hidden]."""
+    if hidden is None:
+        raise ValueError(
+            f"{op}: with plus=True a pass needs the hidden states of its tokens, got none; pass hidden_repeat to "
+            "compress, or inputs to Cache.attend"
+        )
+    norms = hidden.to(q.device).float().norm(dim=-1)
+    return norms.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1).expand(q.shape[:3])
+
+
+def _pass_slots(
+    view: View, n: int, t: int, end: Tensor | int, first: int, held: int, most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The slots that a pass of t rows sees, one after the other: the sinks, the chunk, the pass itself.
+
+    view, first, end: as in `KVzip.score_pass`. n: the slots of the prompt. held, most: sinks and tokens of the longest
+    chunk before the pass.
+
+    Returns:
+        The slots, int64 [b, held + most + t]; which of them belong to sinks or chunk; and how many each row sees, int32
+        [b, t].
+    """
+    device = view.k.device
+    begin = torch.zeros(view.rows, dtype=torch.int64, device=device) if view.starts is None else view.starts.long()
+    valid = torch.as_tensor(end, device=device) - begin  # [b]
+    count = (valid - first).clamp(0, most)[:, None]  # the tokens of the chunk
+    slot = torch.arange(held + most + t, device=device)
+    own = slot - held - count
+    at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
+    row = torch.arange(t, device=device)
+    rows = torch.where(count > 0, t - (count.max() - count), 0)  # shorter chunks have fewer rows
+    return at.clamp(max=n + t - 1), own < 0, torch.where(row < rows, held + count + row + 1, 0).int()
+
+
 def _gather(k: Tensor, at: Tensor) -> Tensor:
-    """k.gather(2, at), also for fp8, which torch cannot gather."""
+    """The slots `at`, [b, m], of k, [b, Hk, n, d]; also of fp8, which torch cannot gather."""
+    index = at[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
     if k.element_size() == 1:
-        return k.view(torch.uint8).gather(2, at).view(k.dtype)
-    return k.gather(2, at)
+        return k.view(torch.uint8).gather(2, index).view(k.dtype)
+    return k.gather(2, index)
 
 
 def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:

@@ -43,17 +43,15 @@ def projected_norms(op: str, w_o: Projection | None, view: View) -> Tensor:
     return value_norm(view.v, weights.to(view.v.device, dtype), **view.slots)
 
 
-def output_norms(op: str, w_o: Projection | None, v: Tensor, layer: int | None) -> Tensor:
-    """||W_O^h v_j||_2 for each query head h: fp32 [b, Hq, n]. v: [b, Hk, n, dv].
+def output_norms(op: str, w_o: Projection | None, v: Tensor, layer: int | None, heads: int) -> Tensor:
+    """||W_O^h v_j||_2 for each of the query heads h: fp32 [b, heads, n]. v: [b, Hk, n, dv].
 
     It is the square root of v_j^T (W_O^h^T W_O^h) v_j, so the hidden channels are summed once, and not per token.
     """
     weights = _of_layer(op, w_o, layer).to(v.device, torch.float32)
     dv = v.shape[3]
-    if weights.shape[1] % (v.shape[1] * dv):
-        raise ValueError(
-            f"{op}: w_o must be [hidden, a multiple of {v.shape[1]} heads * {dv}], got {list(weights.shape)}"
-        )
+    if weights.shape[1] != heads * dv:
+        raise ValueError(f"{op}: w_o must be [hidden, {heads} query heads * {dv}], got {list(weights.shape)}")
     by_head = weights.unflatten(1, (-1, dv)).transpose(0, 1)  # [Hq, hidden, dv]
     gram = by_head.mT @ by_head
     return quadratic_scores(v, gram.new_zeros(gram.shape[:2]), cov=gram, scale=2**0.5).clamp(min=0.0).sqrt()

@@ -335,6 +335,7 @@ them.
   rotate their keys the same way at every position, your own `rope=` works too. `ExpectedAttention` and `TriAttention`
   need `statistics=` of your own if `model_rope` raises.
 - **CriticalKV and DefensiveKV with `w_o` of your own**: `output_weights` does not find the output projections.
+- **without `needs.inputs`**: policies that read [hidden states](porting_a_press.md), KVzip+ among them, raise.
 - **methods without queries**: a `KVCache` works with the attention of transformers. `use_attention` raises, so
   [the methods that need it](huggingface.md#what-is-refused-and-why) are not available.
 
@@ -393,6 +394,10 @@ def turns(name: str) -> bool:
     return model_type(name) not in NO_POSITIONS and not getattr(config, "num_kv_shared_layers", 0)
 
 
+#: Models whose attention modules have no place in the cache of their own: a policy with `needs.inputs` raises.
+NO_INPUTS = ("ctrl", "hrm_text")
+
+
 def has_output_weights(model: PreTrainedModel) -> bool:
     """Return whether the output projections, which policies with `w_o` need, are found."""
     try:
@@ -414,6 +419,7 @@ def page() -> str:
             layers, what = evicting(config), "every method" + ("" if turns(name) else ", original positions")
             if not layers.startswith("none") and not has_output_weights(tiny_model(name)):
                 what += ", CriticalKV and DefensiveKV with `w_o` of your own"
+            what += ", without `needs.inputs`" if model_type(name) in NO_INPUTS else ""
         if layers.startswith("none"):
             what = "nothing is evicted, with a warning" + (
                 f"; not `use_attention`: {served.attention}" if served.attention else ""

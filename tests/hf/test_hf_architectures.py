@@ -24,6 +24,7 @@ import kvops.hf  # noqa: E402
 from hf_replay import Replay, SlotReplay  # noqa: E402
 from kvops.hf import EvictingLayer, KVCache, for_model, use_attention  # noqa: E402
 from kvops.hf.architectures import ARCHITECTURES  # noqa: E402
+from test_hf_inputs import SEEN, Recorder  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -136,11 +137,29 @@ def test_architecture(name):
     if evicts and tiny.has_output_weights(model):
         policy = for_model(kvops.CriticalKV(12, window=4), model)
         assert_replayed(model, policy)
+    if evicts:
+        assert_inputs(model, tiny.model_type(name) not in tiny.NO_INPUTS)
     if evicts and tiny.turns(name):
         assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)
     elif evicts:
         with pytest.raises((ValueError, NotImplementedError), match="positions='original'"):
             assert_replayed(model, kvops.StreamingLLM(12), SlotReplay)
+
+
+def assert_inputs(model, passed):
+    """A policy with `needs.inputs` sees the hidden states and token ids of all steps, or raises."""
+    SEEN.clear()
+    options = dict(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    with kvops.hf.compress(model, Recorder(12)) as compressed:
+        if not passed:
+            with kit.refuses("View.hidden: expected it from the model, got none", kind=RuntimeError):
+                model.generate(IDS[0], **options)
+            return
+        sequences = model.generate(IDS[0], **options)
+        for layer in compressed.cache.evicting_layers:
+            steps = [x[1:] for x in SEEN if x[0] == layer.cache.layer]
+            assert all(hidden.shape[:2] == ids.shape and module.layer_idx >= 0 for hidden, ids, module in steps)
+            assert torch.equal(torch.cat([x[1] for x in steps], 1), sequences[:, :-1])
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gpt_oss"])

@@ -24,10 +24,10 @@ def make(seed=0, b=2, heads=2, group=3, n=60, t=70, d=16, dv=8, dtype=torch.floa
     return k, v, q.to(dtype), own.to(dtype)
 
 
-def pass_scores(q, k, own, first, chunk, sinks, scale=None, softcap=0.0, group_reduce=np.max):
+def pass_scores(q, k, own, first, chunk, sinks, scale=None, softcap=0.0, group_reduce=np.max, norms=1.0):
     """Return one head's scores by the released code: the softmax over [sinks, chunk, the pass] in fp64.
 
-    q: [G, t, d]. k: [n, d]. own: [t, d].
+    q: [G, t, d]. k: [n, d]. own: [t, d]. norms: [t], the divisors of the rows' weights.
     """
     held, last, t = min(sinks, first), min(first + chunk, len(k)), len(own)
     keys = np.concatenate((k[:held], k[first:last], own))
@@ -36,7 +36,7 @@ def pass_scores(q, k, own, first, chunk, sinks, scale=None, softcap=0.0, group_r
         logits = softcap * np.tanh(logits / softcap)
     hidden = np.arange(len(keys)) > len(keys) - t + np.arange(t)[:, None]
     weights = np.exp(np.where(hidden, -np.inf, logits - logits.max()))
-    weights /= weights.sum(-1, keepdims=True)
+    weights /= weights.sum(-1, keepdims=True) * np.reshape(norms, (-1, 1))
     scores = np.zeros(len(k))
     scores[first:last] = group_reduce(weights[..., held : held + last - first].max(1), 0)
     return scores
@@ -277,3 +277,110 @@ def test_errors_of_shapes():
             kvops.kvzip_compress(k, v, q, 20, k_repeat=keys)
     with pytest.raises(ValueError, match="KVzip: a PagedCache cannot repeat prompts"):
         kvops.KVzip(64).check_paged_cache(2)
+
+
+@examples
+@given(
+    n=st.integers(8, 60),
+    chunk=st.sampled_from([100, 23, 7]),
+    told=st.integers(0, 3),
+    dtype=st.sampled_from(kit.DTYPES),
+    group=st.sampled_from([3, 1]),
+    by_layer=st.booleans(),
+    group_reduce=st.sampled_from(["max", "mean", "sum"]),
+    seed=st.integers(0, 99),
+)
+def test_kvzip_plus_is_the_released_code(n, chunk, told, dtype, group, by_layer, group_reduce, seed):
+    """Weights over the norm of the repeated token's hidden state, times the norm of the projected value, in fp64."""
+    passes = [told + min(chunk, n - first) for first in range(0, n, chunk)]
+    k, v, q, own = make(seed, n=n, t=sum(passes), group=group, dtype=dtype)
+    hidden = kit.randn(2, sum(passes), 12, seed=seed + 3) * kit.randn(2, sum(passes), 1, seed=seed + 4)
+    w_o = kit.randn(24, 2 * group * 8, seed=seed + 5)
+    settings = dict(chunk=chunk, group_reduce=group_reduce, plus=True, w_o=[w_o + 1, w_o] if by_layer else w_o)
+    call = dict(k_repeat=own, passes=passes, hidden_repeat=hidden, layer=1, num_layers=2)
+    result = kvops.kvzip_compress(k, v, q, 8, **settings, **call)
+    assert_moved(result, k, v)
+    for b in range(2):
+        for h in range(2):
+            total, row = np.zeros(n), 0
+            for i, rows in enumerate(passes):
+                at = slice(row, row + rows)
+                members = []
+                for g in range(h * group, (h + 1) * group):
+                    weights = pass_scores(
+                        fp64(q[b, g : g + 1, at]), fp64(k[b, h]), fp64(own[b, h, at]), i * chunk, chunk, 4,
+                        norms=np.linalg.norm(fp64(hidden[b, at]), axis=-1),
+                    )  # fmt: skip
+                    reach = np.linalg.norm(fp64(v[b, h]) @ fp64(w_o[:, 8 * g : 8 * g + 8]).T, axis=-1)
+                    members.append(weights * reach)
+                reduced = {"max": np.max, "mean": np.mean, "sum": np.sum}[group_reduce](members, 0)
+                total, row = np.maximum(total, reduced), row + rows
+            assert_kept(result.indices[b, h], total, min(4, n), min(8, n), 1e-5 * total.max())
+
+
+def test_kvzip_plus_in_padded_rows_and_with_rows_that_are_not_finite():
+    chunk, starts = 20, (0, 25)
+    k, v, q, own = make(n=55, t=55)
+    hidden, w_o = kit.randn(2, 55, 12), kit.randn(24, 6 * 8)
+    passes = [20, 20, 15]
+    policy = kvops.KVzip(12, chunk=chunk, plus=True, w_o=w_o)
+    call = dict(k_repeat=own, passes=passes, hidden_repeat=hidden, starts=kit.int32(*starts))
+    mine = torch.cat((torch.arange(20), torch.arange(20, 30)))  # a pass has fewer rows where the chunk is shorter
+    alone = policy.compress(
+        k[1:, :, 25:], v[1:, :, 25:], q[1:, :, mine], k_repeat=own[1:, :, mine], passes=[20, 10],
+        hidden_repeat=hidden[1:, mine],
+    )  # fmt: skip
+    unused = torch.ones(55, dtype=torch.bool)
+    unused[mine] = False
+    q[1, :, unused], own[1, :, unused], hidden[1, unused] = torch.nan, torch.nan, torch.nan
+    k[1, :, :25] = v[1, :, :25] = torch.nan
+    assert torch.equal(policy.compress(k, v, q, **call).indices[1], alone.indices[0] + 25)
+    hidden[0, 3] = 0.0  # such a row says nothing, as if it did not see anything
+    without = hidden.clone()
+    without[0, 3] = torch.inf
+    kept = policy.compress(k, v, q, **call).indices
+    assert torch.equal(kept, policy.compress(k, v, q, **{**call, "hidden_repeat": without}).indices)
+    assert (kept[0] >= 0).all()
+
+
+def test_kvzip_plus_in_a_cache():
+    k, v, q, own = make(n=60, t=70)
+    hidden, w_o = kit.randn(2, 70, 12), [kit.randn(24, 6 * 8, seed=i) for i in range(2)]
+    policy = kvops.KVzip(12, plus=True, w_o=w_o)
+    want = policy.compress(k, v, q, k_repeat=own, hidden_repeat=hidden, layer=1, num_layers=2)
+    cache = kvops.Cache(policy, layer=1, num_layers=2)
+    cache.attend(kit.randn(2, 6, 60, 16), k, v)
+    step = q, own, kit.randn(2, 2, 70, 8)
+    with kit.refuses("KVzip: with plus=True a pass needs the hidden states"), cache.repeating(0):
+        cache.attend(*step)
+    for wrong, says in (
+        (kvops.LayerInputs(hidden[:, 1:]), r"inputs.hidden must be \[2, 70, hidden\], got \[2, 69, 12\]"),
+        (kvops.LayerInputs(hidden, torch.zeros(2, 3)), r"inputs.token_ids must be \[2, 70\], got \[2, 3\]"),
+    ):
+        with kit.refuses(says), cache.repeating(0):
+            cache.attend(*step, inputs=wrong)
+    with kit.refuses("inputs must be a kvops.LayerInputs, got Tensor", kind=TypeError), cache.repeating(0):
+        cache.attend(*step, inputs=hidden)
+    with cache.repeating(0):
+        cache.attend(*step, inputs=kvops.LayerInputs(hidden))
+    cache.evict()
+    assert torch.equal(cache.positions, want.indices) and cache._inputs is None
+    cache.attend(*(x[:, :, :1] for x in (q, own, v)))  # decode needs no inputs
+    with kit.refuses("plus=True weights each layer's scores by its own", "got 1 more", kind=NotImplementedError):
+        fresh = kvops.Cache(policy, layer=0, num_layers=2)
+        fresh.attention(q, *fresh.append(own, v[:, :, :1].expand(-1, -1, 70, -1)), readers=1)
+
+
+def test_kvzip_plus_refuses():
+    k, v, q, own = make(n=40, t=40)
+    hidden, w_o = kit.randn(2, 40, 12), kit.randn(24, 6 * 8)
+    for settings, call, says in (
+        (dict(plus=True), dict(hidden_repeat=hidden), "KVzip: w_o must be the weights"),
+        (dict(plus=True, w_o=w_o), {}, "KVzip: with plus=True a pass needs the hidden states of its tokens, got none"),
+        (dict(plus=True, w_o=w_o), dict(hidden_repeat=hidden[:, 1:]), r"hidden_repeat must be \[2, 40, hidden\]"),
+        (dict(plus=True, w_o=w_o[:, 8:]), dict(hidden_repeat=hidden), r"w_o must be \[hidden, 6 query heads \* 8\]"),
+        (dict(plus=True, w_o=[w_o]), dict(hidden_repeat=hidden, layer=1, num_layers=2), "layer must name one of the 1"),
+        ({}, dict(hidden_repeat=hidden), "hidden_repeat must be None without plus=True"),
+    ):
+        with kit.refuses(says):
+            kvops.KVzip(9, **settings).compress(k, v, q, k_repeat=own, **call)

@@ -45,7 +45,7 @@ CHOSEN = {
     kvops.LagKV: dict(lag=8, ratio=0.5, sinks=3),
     kvops.LaCache: dict(budget=24, span=2, overlap=0, sinks=2),
     kvops.LAQ: dict(budget=20, steps=5),
-    kvops.KVzip: dict(budget=20, sinks=2),
+    kvops.KVzip: dict(budget=20, sinks=2, w_o=torch.ones(24, 4 * 8).cumsum(0)),
     kvops.KeyDiff: dict(budget=20, sinks=2, refresh=30),
     kvops.ProtoKV: dict(budget=20, window=4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
     kvops.SATKV: dict(budget=20, window=4, buffer=3),
@@ -93,7 +93,8 @@ def inputs(seed=0, n=N):
 def call_of(policy, q):
     """Return `compress`' arguments other than K and V: the queries and the layer."""
     if isinstance(policy, kvops.KVzip):
-        return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1)
+        hidden = dict(hidden_repeat=q[:, 0, :32]) if policy.plus else {}
+        return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1, **hidden)
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
     by_layer = kvops.LaCache, kvops.PyramidKV, kvops.CalibratedPolicy
@@ -384,6 +385,7 @@ WRONG = {
     "prior": [("1", TypeError), (True, TypeError), (math.nan, ValueError), (-0.5, ValueError)],
     "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
     "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
+    "plus": FLAG,
     "stages": FLAG,
     "first_stage_mass": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
     "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
@@ -565,7 +567,9 @@ def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
             return x[:, 2 * h : 2 * h + 2] if isinstance(x, torch.Tensor) else x
 
         own = {name: x[:, h : h + 1] if name == "k_repeat" else of(x) for name, x in options.items()}
-        return kept(policy.compress(k[:, h : h + 1], v[:, h : h + 1], *map(of, queries), **own))
+        own |= {name: x for name, x in options.items() if name == "hidden_repeat"}  # the same for all heads
+        mine = policy if policy.w_o is None else replace(policy, w_o=policy.w_o[:, 16 * h : 16 * h + 16])
+        return kept(mine.compress(k[:, h : h + 1], v[:, h : h + 1], *map(of, queries), **own))
 
     same = [[row[h] for row in together] == [row[0] for row in alone(h)] for h in range(2)]
     if policy.heads_alone:
