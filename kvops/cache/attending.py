@@ -396,12 +396,12 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
     with ExitStack() as undone:
         for cache in caches:
             undone.enter_context(cache.undone_on_error())
-        if views[0].n > policy.room(views[0]):
-            if policy.scope == "model":
-                kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
-            else:
-                kept = [policy.choose(policy.scores(view), view, policy.room(view)) for view in views]
-            for cache, view, indices in zip(caches, views, kept):
-                cache._keep(indices, view)
+        full = [i for i, view in enumerate(views) if view.n > policy.room(view)]
+        if policy.scope == "model" and full:
+            kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
+        else:
+            kept = [policy.choose(policy.scores(views[i]), views[i], policy.room(views[i])) for i in full]
+        for i, indices in zip(full, kept):
+            caches[i]._keep(indices, views[i])
         for cache in caches:
             cache._scores = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
+from ..methods.budgets import budget_tokens
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import LayerInputs, View
@@ -597,7 +598,7 @@ class Cache:
     def _columns(self, ragged: Ragged) -> Tensor:
         """Return the slots of each head as the columns of a view; see `_stored`."""
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
-        return ragged.columns(self._since, self._rule.newest(self._rule.room(self._counting_view(0))))
+        return ragged.columns(self._since, self._rule.newest(budget_tokens(self._rule.budget, self.seen)))
 
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""

@@ -45,6 +45,8 @@ Modules:
 - `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
 - `weights`: `output_weights`
+- `shares`: `head_shares`
+- `inputs`: what attention modules are called with, for policies that read it
 - `conversation`: which tokens and which padding a cache has seen
 - `turns`: what `generate` shows of a conversation
 - `patches`: the two methods of transformers that are wrapped
@@ -80,6 +82,7 @@ from .compression import Compression, compress, generate
 from .generation import decode_greedily, lookahead, repeat, repeat_prompts
 from .requirements import for_model
 from .rope import model_rope
+from .shares import head_shares
 from .statistics import query_statistics
 from .weights import output_weights
 
@@ -98,6 +101,7 @@ __all__ = [
     "model_rope",
     "repeat",
     "repeat_prompts",
+    "head_shares",
     "query_statistics",
     "output_weights",
     "use_attention",

@@ -9,6 +9,7 @@ from .protokv import lsh_projection
 from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
 from .recall_metric import recall
 from .registry import policy
+from .shares import save_shares
 from .snapkv import pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
 from .table import *  # noqa: F403
@@ -34,6 +35,7 @@ __all__ = [
     "policy",
     "pyramidkv_budgets",
     "recall",
+    "save_shares",
     "trig_centers",
 ]
 __all__ += table.__all__

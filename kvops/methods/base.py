@@ -48,6 +48,7 @@ from .budgets import Budget, budget_tokens, check_shared, fraction_of, head_budg
 from .merging import merged_values
 from .projection import Projection, check_layers, check_projection
 from .select import all_slots, readable_keys, select_budget, shared_scores
+from .shares import Shares, check_no_shares, check_shares, fixed_budgets
 from .view import View
 
 Layout = Literal["bhnd", "bnhd"]
@@ -569,12 +570,17 @@ class BudgetPolicy(Policy):
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
     """
 
     budget: Budget
     _: KW_ONLY
     sinks: int = 0
     head_mode: HeadMode = "per_head"
+    shares: Shares | None = None
 
     def check(self) -> None:
         super().check()
@@ -584,6 +590,8 @@ class BudgetPolicy(Policy):
             check_protect(self.name, self.protect, self.budget, self.buffer)
         check_choice(self.name, "head_mode", self.head_mode, HEAD_MODES)
         check_int(self.name, "sinks", self.sinks, 0)
+        if self.shares is not None:
+            check_shares(self.name, self.shares, self.head_mode)
         if isinstance(self.budget, Tensor):
             check_head_budgets(self.name, self.budget)
             if self.head_mode != "per_head":
@@ -625,6 +633,7 @@ class BudgetPolicy(Policy):
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         if not isinstance(self.budget, int):
             raise ValueError(f"{self.name}: a PagedCache needs a budget in tokens, an int, got {self.budget}")
+        check_no_shares(self.name, self.shares, "a PagedCache")
         super().check_paged_cache(num_layers, by_head)
         if by_head and self.buffer is not None:
             raise ValueError(
@@ -667,15 +676,7 @@ class BudgetPolicy(Policy):
         elif self.head_mode == "adaptive":
             scores = view.without_gaps(scores)
             budget = self._shares(scores, view, budget, options.get("recent", 0))
-        return select_budget(
-            self.name,
-            scores,
-            view.k.shape[1],
-            budget,
-            sinks=self.sinks,
-            **view.spans,
-            **options,
-        )
+        return select_budget(self.name, scores, view.k.shape[1], budget, sinks=self.sinks, **view.spans, **options)
 
     def _shares(self, scores: Tensor, view: View, budget: Budget, recent: int | float, **options: Any) -> Tensor:
         """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk].
@@ -684,6 +685,8 @@ class BudgetPolicy(Policy):
         """
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
+        if self.shares is not None:
+            return torch.tensor([self._fixed(view)] * view.rows, dtype=torch.int32, device=scores.device)
         check_shared(self.name, budget, self.sinks or recent)
         assert not isinstance(budget, Tensor)  # `check` refuses it
         newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
@@ -696,8 +699,16 @@ class BudgetPolicy(Policy):
 
     def room(self, view: View) -> int:
         """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
+        if self.shares is not None:
+            return sum(self._fixed(view)) // view.heads
         keep = budget_tokens(self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
+
+    def _fixed(self, view: View) -> list[int]:
+        """With `shares`: the tokens that each head of the layer keeps."""
+        assert self.shares is not None
+        keep = budget_tokens(self.budget, view.seen)
+        return fixed_budgets(self.name, self.shares, view, keep, self.sinks + self.newest(keep))
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""

@@ -1,6 +1,7 @@
 # Written by `make tables` from the policies.
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from torch import Tensor
@@ -66,6 +67,7 @@ def chunkkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 1,
     pooling: Literal["max", "avg"] = "max",
@@ -93,6 +95,10 @@ def chunkkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -121,6 +127,7 @@ def chunkkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 1,
     pooling: Literal["max", "avg"] = "max",
@@ -143,6 +150,7 @@ def criticalkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -184,6 +192,10 @@ def criticalkv_compress(
             Heads of a cache then differ in length, which needs the library's attention. With "adaptive" the heads share
             the layer's budget by s, and each splits its own into the two stages. With "shared" both scores are means
             over the heads.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -218,6 +230,7 @@ def criticalkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -242,6 +255,7 @@ def defensivekv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     kernel_size: int = 5,
     pooling: Literal["max", "avg"] = "max",
@@ -291,6 +305,10 @@ def defensivekv_compress(
             the layer's budget, and each stage is one for all of them: the first keeps the layer's highest m, as long as
             the attention of all others is more than 1 - first_stage_mass on average over the heads. With "shared" m and
             the second stage's scores are means over the heads.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -324,6 +342,7 @@ def defensivekv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     kernel_size: int = 5,
     pooling: Literal["max", "avg"] = "max",
@@ -347,6 +366,7 @@ def expectedattention_compress(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -382,6 +402,10 @@ def expectedattention_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -422,6 +446,7 @@ def expectedattention_compress_(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -445,6 +470,7 @@ def h2o_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
@@ -475,6 +501,10 @@ def h2o_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -504,6 +534,7 @@ def h2o_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
@@ -522,6 +553,7 @@ def keydiff_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -559,6 +591,10 @@ def keydiff_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -597,6 +633,7 @@ def keydiff_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -622,6 +659,7 @@ def kvzip_compress(
     passes: Sequence[int] | None = None,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     plus: bool = False,
@@ -680,6 +718,10 @@ def kvzip_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
@@ -717,6 +759,7 @@ def kvzip_compress_(
     passes: Sequence[int] | None = None,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     plus: bool = False,
@@ -740,6 +783,7 @@ def l2_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -766,6 +810,10 @@ def l2_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -801,6 +849,7 @@ def l2_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -979,6 +1028,7 @@ def laq_compress(
     lookahead_lengths: Tensor | None = None,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1025,6 +1075,10 @@ def laq_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1064,6 +1118,7 @@ def laq_compress_(
     lookahead_lengths: Tensor | None = None,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1090,6 +1145,7 @@ def protokv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kappa: int = 5,
     num_sats: int = 32,
@@ -1136,6 +1192,10 @@ def protokv_compress(
         sinks: First tokens that are always kept; they count towards the budget. Sinks are in no cluster.
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
@@ -1181,6 +1241,7 @@ def protokv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kappa: int = 5,
     num_sats: int = 32,
@@ -1212,6 +1273,7 @@ def pyramidkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1236,6 +1298,10 @@ def pyramidkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head" or "shared"; see `BudgetPolicy`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1263,6 +1329,7 @@ def pyramidkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1282,6 +1349,7 @@ def random_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -1306,6 +1374,10 @@ def random_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1335,6 +1407,7 @@ def random_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 0,
@@ -1355,6 +1428,7 @@ def rkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
@@ -1393,6 +1467,10 @@ def rkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1426,6 +1504,7 @@ def rkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
@@ -1447,6 +1526,7 @@ def satkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     kappa: int = 5,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
@@ -1473,6 +1553,10 @@ def satkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1501,6 +1585,7 @@ def satkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     kappa: int = 5,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
@@ -1520,6 +1605,7 @@ def snapkv_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1555,6 +1641,10 @@ def snapkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1582,6 +1672,7 @@ def snapkv_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
@@ -1601,6 +1692,7 @@ def streamingllm_compress(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     positions: Literal["slots", "original"] = "slots",
@@ -1617,6 +1709,10 @@ def streamingllm_compress(
             same for all heads. In a cache a fraction is never less than sinks + 1 tokens.
         sinks: First tokens that are always kept.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1647,6 +1743,7 @@ def streamingllm_compress_(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
     positions: Literal["slots", "original"] = "slots",
@@ -1665,6 +1762,7 @@ def tova_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "shared",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
@@ -1694,6 +1792,10 @@ def tova_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention. The paper's is "shared".
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1721,6 +1823,7 @@ def tova_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "shared",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 0.0625,
     protect: Literal["prompt"] | None = None,
@@ -1738,6 +1841,7 @@ def triattention_compress(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 128,
@@ -1774,6 +1878,10 @@ def triattention_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -1809,6 +1917,7 @@ def triattention_compress_(
     *,
     sinks: int = 0,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     buffer: int | float | None = 128,
     protect: Literal["prompt"] | None = None,
     recent: int | float = 128,
@@ -1831,6 +1940,7 @@ def vase_compress(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 64,
     protect: Literal["prompt"] | None = None,
@@ -1870,6 +1980,10 @@ def vase_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
+            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
+            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1904,6 +2018,7 @@ def vase_compress_(
     *,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "mean",
     buffer: int | float | None = 64,
     protect: Literal["prompt"] | None = None,

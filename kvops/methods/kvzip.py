@@ -119,6 +119,8 @@ class KVzip(QueryPolicy):
                 f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
                 f"{self.head_mode!r}"
             )
+        if self.scope == "model" and self.shares is not None:
+            raise ValueError(f"{self.name}: shares and scope='model' both divide the budget, expected one, got both")
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
         for name in WORDS:

@@ -243,6 +243,7 @@ def test_settings_come_back_from_repr(policy):
     assert eval(repr(kvops.LAQ(20, stage1=policy)), vars(kvops)) == kvops.LAQ(20, stage1=policy)
 
 
+SHARES = "shares.safetensors"
 OTHER = {
     "head_mode": "shared",
     "metric": "dot",
@@ -281,6 +282,8 @@ def changed(policy, name):
         return replace(policy, w_o=value + 1)
     if name == "scope":
         return replace(policy, head_mode="adaptive", scope="model")
+    if name == "shares":
+        return replace(policy, head_mode="adaptive", shares=SHARES)
     if name == "score" and isinstance(policy, kvops.DefensiveKV):
         return replace(policy, score="dot", stages=False)
     if name in OTHER:
@@ -301,7 +304,8 @@ def test_equal_settings_are_equal(policy):
     cls = type(policy)
     twin = cls(**{x.name: getattr(policy, x.name) for x in fields(cls)})
     assert twin == policy and hash(twin) == hash(policy) and twin is not policy and len({twin, policy}) == 1
-    others = {x.name: changed(policy, x.name) for x in fields(cls)}
+    equal_heads = isinstance(policy, (kvops.ProtoKV, kvops.PyramidKV))  # they have no shares
+    others = {x.name: changed(policy, x.name) for x in fields(cls) if not (equal_heads and x.name == "shares")}
     shown = {x.name for x in fields(cls) if x.repr}
     for name, other in others.items():
         assert other != policy and (repr(other) != repr(policy)) == (name in shown), name
@@ -391,6 +395,7 @@ WRONG = {
     "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
     "epsilon": [(-0.1, ValueError), (math.inf, ValueError), (math.nan, ValueError), ("1", TypeError)],
     "w_o": [(torch.zeros(3), ValueError), ([torch.zeros(2, 3, 4)], ValueError), (3, TypeError), ([3], TypeError)],
+    "shares": [(torch.ones(3), ValueError), (3, TypeError), ("a path without head_mode='adaptive'", ValueError)],
     "v_weight": [("1", TypeError), (None, TypeError), (True, TypeError), (math.nan, ValueError), (1e39, ValueError)],
 }
 

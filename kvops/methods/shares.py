@@ -1,0 +1,109 @@
+"""Fixed shares of a budget: how many tokens each head of each layer keeps, whatever the prompt.
+
+Head-level methods such as HeadKV (Fu et al., 2024) and DuoAttention (Xiao et al., 2024) measure once which heads look
+far back, and give these more of the cache. Their profile is a table of shares, [layers, Hk]: `kvops.hf.head_shares`
+measures one, and a file keeps it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .view import View
+
+#: Floating point [layers, Hk], or the path of a file that `save_shares` wrote.
+Shares = Tensor | str | Path
+
+_NAME = "shares"  # of the tensor in a file
+
+
+def check_shares(op: str, shares: Shares, head_mode: str) -> None:
+    """Check the setting `shares`; of a path only that it is one."""
+    if not isinstance(shares, (Tensor, str, Path)):
+        raise TypeError(f"{op}: shares must be a torch.Tensor or the path of a file, got {type(shares).__name__}")
+    if head_mode != "adaptive":
+        raise ValueError(f"{op}: shares need head_mode='adaptive', got {head_mode!r}")
+    if isinstance(shares, Tensor):
+        _check_values(op, shares)
+
+
+def _check_values(op: str, shares: Tensor) -> None:
+    if shares.dim() != 2 or not shares.is_floating_point() or not shares.numel():
+        raise ValueError(
+            f"{op}: shares must be floating point [layers, Hk], got {shares.dtype} of shape {list(shares.shape)}"
+        )
+    if not (shares.isfinite().all() and (shares >= 0).all() and shares.any()):
+        raise ValueError(
+            f"{op}: shares must be finite, at least 0, and not all 0, got values from {shares.min()} to {shares.max()}"
+        )
+
+
+def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
+    """Raise ValueError for shares, which `who` does not support."""
+    if shares is not None:
+        raise ValueError(f"{op}: {who} does not support shares of heads, expected shares=None, got {shares!r}")
+
+
+def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) -> list[int]:
+    """The tokens of each head of the view's layer: the budget times its share over the mean share of all heads.
+
+    Rounded to the nearest, at least `least` and 1, and at most the tokens seen.
+    """
+    table = shares if isinstance(shares, Tensor) else _read(op, shares)
+    layer, num_layers = view.layer_and_count(op)
+    if tuple(table.shape) != (num_layers, view.heads):
+        raise ValueError(
+            f"{op}: shares must be [layers that evict, Hk], expected [{num_layers}, {view.heads}], got "
+            f"{list(table.shape)}"
+        )
+    values = table.detach().double()
+    return [min(max(1, least, round(budget * x)), view.seen) for x in (values[layer] / values.mean()).tolist()]
+
+
+def save_shares(shares: Tensor, path: str | Path) -> None:
+    """Write fixed shares to a safetensors file, which `shares="path"` of a policy reads.
+
+    Args:
+        shares: Floating point [layers, Hk], finite and at least 0.
+        path: The file, which is replaced if it exists.
+
+    Raises:
+        TypeError: `shares` is not a tensor.
+        ValueError: `shares` has another shape, dtype or values.
+    """
+    from safetensors.torch import save_file
+
+    if not isinstance(shares, Tensor):
+        raise TypeError(f"save_shares: shares must be a torch.Tensor, got {type(shares).__name__}")
+    _check_values("save_shares", shares)
+    save_file({_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()}, path)
+
+
+def _read(op: str, path: str | Path) -> Tensor:
+    try:
+        x = os.stat(path)
+        return _loaded(os.path.realpath(path), (x.st_mtime_ns, x.st_size, x.st_ino))
+    except (OSError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{op}: shares must be the path of a file that save_shares wrote: {error}") from error
+
+
+@functools.lru_cache(4)
+def _loaded(path: str, version: tuple[int, ...]) -> Tensor:
+    """The shares in a version of a file, one of those read last."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        found = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file: {error}") from error
+    if set(found) != {_NAME}:
+        raise ValueError(f"{path} must have one tensor {_NAME!r}, got {sorted(found)}")
+    _check_values(path, found[_NAME])
+    return found[_NAME]
