@@ -52,11 +52,10 @@ def head_shares(model: torch.nn.Module, policy: Policy | str, ids: Tensor, *, to
     options = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, tokenizer=tokenizer)
     kept: list[Tensor] = []
     for row in ids:
-        caches = [x.cache for x in generate(model, policy, row[None], **options).past_key_values.evicting_layers]
+        out: Any = generate(model, policy, row[None], **options)
+        caches = [x.cache for x in out.past_key_values.evicting_layers]
         if not any(x.ragged for x in caches):
-            raise ValueError(
-                f"head_shares: {policy!r} keeps all {len(row)} tokens of a text, expected a smaller budget"
-            )
+            raise ValueError(f"head_shares: expected a budget of less than the {len(row)} tokens, got {policy!r}")
         kept.append(torch.stack([x.lengths[0].cpu() for x in caches]))
     total = torch.stack(kept).double().sum(0)
     return (total / total.mean()).float()
