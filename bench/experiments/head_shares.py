@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=0.125, help="fraction of the tokens")
     a = parser.parse_args(argv)
     tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
-    model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype="auto").to(a.device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
     ids = common.load_text(a.model, a.text, a.device)[0]
     texts = ids[: len(ids) // a.tokens * a.tokens].view(-1, a.tokens)
     policy = kvops.KVzip(a.budget, head_mode="adaptive", scope="model")

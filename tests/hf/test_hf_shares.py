@@ -1,0 +1,56 @@
+"""Fixed shares of heads, measured on a model, and used by other policies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import kvops  # noqa: E402
+import kvops.hf  # noqa: E402
+from test_hf import make_model, make_prompts  # noqa: E402
+from test_hf_kvzip import POLICY  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ADAPTIVE = replace(POLICY, head_mode="adaptive", scope="model")
+
+
+def test_shares_are_the_mean_of_what_heads_keep(tmp_path):
+    model = make_model(num_key_value_heads=2)
+    texts, _ = make_prompts(60, 60, 60)
+    shares = kvops.hf.head_shares(model, ADAPTIVE, texts)
+    total = torch.zeros(3, 2, dtype=torch.float64)
+    for row in texts:
+        out = kvops.hf.generate(
+            model, ADAPTIVE, row[None], max_new_tokens=1, do_sample=False, return_dict_in_generate=True
+        )
+        total += torch.stack([x.cache.lengths[0] for x in out.past_key_values.evicting_layers])
+    torch.testing.assert_close(shares, (total / total.mean()).float())
+    assert shares.shape == (3, 2) and shares.dtype == torch.float32 and shares.min() < 0.9 < 1.1 < shares.max()
+
+    path = tmp_path / "shares.safetensors"
+    kvops.save_shares(shares, path)
+    with kvops.hf.compress(model, f"keydiff:budget=16,head_mode=adaptive,buffer=None,shares={path}") as compressed:
+        ids, mask = make_prompts(50, 41)
+        model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    caches = [x.cache for x in compressed.cache.evicting_layers]
+    for cache, row in zip(caches, shares):
+        assert (cache.lengths - 5 == torch.tensor([round(16 * x) for x in row.double().tolist()])).all()
+    held = sum(x.lengths.double().mean().item() for x in caches) / 3
+    assert abs(held - 5 - 16) < 1
+
+
+def test_refusals():
+    model, (ids, _) = make_model(), make_prompts(40)
+    for policy in (POLICY, kvops.KeyDiff(8), kvops.KeyDiff(8, head_mode="adaptive", shares=torch.ones(3, 2))):
+        with pytest.raises(ValueError, match="head_shares: policy must have head_mode='adaptive' and no shares, got"):
+            kvops.hf.head_shares(model, policy, ids)
+    for wrong in (ids[0], [1, 2], ids[:0]):
+        with pytest.raises(ValueError, match=r"head_shares: ids must be \[b, n\], got"):
+            kvops.hf.head_shares(model, ADAPTIVE, wrong)
+    with pytest.raises(ValueError, match="head_shares: expected a budget of less than the 40 tokens, got KVzip"):
+        kvops.hf.head_shares(model, replace(ADAPTIVE, budget=64), ids)
+    with pytest.raises(ValueError, match=r"KeyDiff: shares must be \[layers that evict, Hk\], expected \[3, 2\]"):
+        policy = kvops.KeyDiff(8, head_mode="adaptive", shares=torch.ones(2, 2))
+        kvops.hf.generate(model, policy, ids, max_new_tokens=2, do_sample=False)
