@@ -21,7 +21,9 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- continuation -->`: the loss of text after a cut on SmolLM2, from eval-continuation-*.json; `<!-- protokv texts
   -->`: ProtoKV's variants.
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
-- `<!-- ragged -->`: bench/experiments/ragged.py. `<!-- ragged quality -->`: the needles of eval-ragged.json.
+- `<!-- ragged -->`: bench/experiments/ragged.py.
+- `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`: the needles of eval-ragged.json, eval-shares.json
+  and eval-kvzip-plus.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -695,16 +697,17 @@ def ragged_table() -> str:
     return markdown(lines)
 
 
-def ragged_quality_table() -> str:
+def by_heads_table(record: str) -> str:
     """Return a row per method and division of its budget, a column per cut and budget: the digits found."""
-    rows = claims.rows("ragged")
+    rows = claims.rows(record)
     columns = sorted({(x["point"], x["budget"]) for x in rows if x["budget"] and x["task"] == NEEDLES[0]})
     cells = {(x["method"], x["point"], x["budget"]): percent(x, "partial") for x in rows if x["task"] == NEEDLES[0]}
     whole = {x["point"]: percent(x, "partial") for x in rows if x["method"] == "Full" and x["task"] == NEEDLES[0]}
     lines = [["method", *(f"{point} the question, {size}" for point, size in columns)], ["---"] * (1 + len(columns))]
     lines.append(["Full", *(whole[point] for point, _ in columns)])
     for name in dict.fromkeys(x["method"] for x in rows if x["method"] != "Full"):
-        lines.append([name, *(cells.get((name, *column), "") for column in columns)])
+        shown = name.replace("build/eval/shares.safetensors", "...")
+        lines.append([shown, *(cells.get((name, *column), "") for column in columns)])
     return markdown(lines)
 
 
@@ -715,7 +718,9 @@ TABLES = {
     "protokv texts": partial(continuation_table, ("ProtoKV", "ProtoKV num_chunks=62", claims.SOFTMAX, "SnapKV")),
     "other prompts": other_prompts_table,
     "ragged": ragged_table,
-    "ragged quality": ragged_quality_table,
+    "ragged quality": partial(by_heads_table, "ragged"),
+    "shares": partial(by_heads_table, "shares"),
+    "kvzip plus": partial(by_heads_table, "kvzip-plus"),
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

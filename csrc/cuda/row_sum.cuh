@@ -58,7 +58,7 @@ __device__ inline RowWeight score_weight(const Window& p, RowSum total, int64_t 
     weight.factor *= own;
   else
     weight.less -= log2f(own);
-  return weight;
+  return weight.factor == 0.0f ? RowWeight{CUDART_INF_F, -1.0f} : weight;  // too small for fp32
 }
 
 // A given lse as such a total.

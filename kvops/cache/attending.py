@@ -345,11 +345,7 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             self.crop(seen)
 
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
-        if readers and self.policy.plus:
-            raise NotImplementedError(
-                "KVzip: plus=True weights each layer's scores by its own output projection, expected layers that do "
-                f"not share keys, got {readers} more that read this layer's; use plus=False"
-            )
+        self.policy.check_readers(readers)
         return super().attention(q, k_step, v_step, readers=readers, **options)
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:

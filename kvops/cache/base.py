@@ -15,7 +15,7 @@ from ..methods.budgets import budget_tokens
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import LayerInputs, View
-from ..ops.checks import check_choice, check_int, check_vector, inference_only
+from ..ops.checks import check_choice, check_hidden, check_int, check_vector, inference_only
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope
 from .memory import Memory, size, span, storage_bytes
@@ -344,7 +344,7 @@ class Cache:
         self._check(k, v)
         check_inputs(self.name, inputs, k)
         with self.undone_on_error():
-            self._inputs = inputs
+            self._inputs = inputs if self.policy.needs.inputs else None
             return self._append(k, v)
 
     def attend(
@@ -386,7 +386,7 @@ class Cache:
         check_tokens(self.name, k)
         check_inputs(self.name, inputs, k)
         with self.undone_on_error():
-            self._inputs = inputs
+            self._inputs = inputs if self.policy.needs.inputs else None
             k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             out = self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
@@ -562,9 +562,9 @@ class Cache:
     def _stored(self, new: int | None = None) -> View:
         """Return the policy's view of the stored slots. new: how many of the tokens belong to this step.
 
-        Of heads that differ in length it is a copy. The newest tokens that the policy protects are the last slots of
-        all heads, and before them a head that holds fewer slots than the longest has K and V of NaN, which every rule
-        leaves out.
+        Of heads that differ in length it is a copy. The tokens since the last eviction, and the newest ones that the
+        policy protects, are the last slots of all heads. Before them a head that holds fewer slots than the longest has
+        K and V of NaN, which every rule leaves out.
         """
         if self._ragged is not None:
             columns = self._columns(self._ragged)
@@ -598,7 +598,8 @@ class Cache:
     def _columns(self, ragged: Ragged) -> Tensor:
         """Return the slots of each head as the columns of a view; see `_stored`."""
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
-        return ragged.columns(self._since, self._rule.newest(budget_tokens(self._rule.budget, self.seen)))
+        newest = self._rule.newest(budget_tokens(self._rule.budget, self.seen))
+        return ragged.columns(self._since, max(newest, self._since))
 
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""
@@ -640,6 +641,7 @@ class Cache:
 
         If heads may differ in length, -1 is last in those that keep fewer.
         """
+        view.inputs = None  # the rule has run, and an eviction in place keeps the view
         if self.policy.ragged:
             return self._keep_ragged(indices, view)
         pads = view.starts
@@ -703,6 +705,11 @@ class Cache:
 
         Caches of a `QueryPolicy` evict in `attention` only.
         """
+        if self.policy.needs.inputs:
+            raise RuntimeError(
+                f"{self.name}: catch_up() has no inputs of the tokens that a frozen cache has kept, expected a policy "
+                f"without needs.inputs, got {self.policy!r}"
+            )
         with self.undone_on_error():
             self._evict_step(1)
 
@@ -743,6 +750,8 @@ class Cache:
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
         self._length = length
         self.seen = seen
+        per_slot = {name: self.state[name][:, :, :length] for name in self.policy.needs.per_slot if name in self.state}
+        self.state = {**self.state, **per_slot}
         self._set_prompt(min(self._prompt, seen))
         if self.pads is not None:
             self.pads = self.pads.clamp(max=length)
@@ -817,11 +826,15 @@ def check_inputs(who: str, inputs: LayerInputs | None, k: Tensor) -> None:
         return
     if not isinstance(inputs, LayerInputs):
         raise TypeError(f"{who}: inputs must be a kvops.LayerInputs, got {type(inputs).__name__}")
-    (b, _, t, _), (hidden, ids, _) = k.shape, inputs
-    if hidden.dim() != 3 or hidden.shape[:2] != (b, t):
-        raise ValueError(f"{who}: inputs.hidden must be [{b}, {t}, hidden], got {list(hidden.shape)}")
-    if ids is not None and ids.shape != (b, t):
-        raise ValueError(f"{who}: inputs.token_ids must be [{b}, {t}], got {list(ids.shape)}")
+    b, _, t, _ = k.shape
+    check_hidden(who, "inputs.hidden", inputs.hidden, b, t)
+    ids = inputs.token_ids
+    if ids is not None and not isinstance(ids, Tensor):
+        raise TypeError(f"{who}: inputs.token_ids must be a torch.Tensor or None, got {type(ids).__name__}")
+    if ids is not None and (ids.shape != (b, t) or ids.is_floating_point()):
+        raise ValueError(
+            f"{who}: inputs.token_ids must be integers of shape [{b}, {t}], got {ids.dtype} {list(ids.shape)}"
+        )
 
 
 def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:

@@ -162,7 +162,7 @@ def window(policy: Policy) -> int:
 def check_observed(who: str, policy: Policy) -> None:
     """Raise ValueError for queries that no observer supports. who: the integration that error messages name."""
     name, per_slot = policy.name, policy.needs.per_slot
-    policy.check_gathered(who)
+    policy.check_engine(who)
     if per_slot and not (isinstance(policy, QueryPolicy) and per_slot == ("scores",)):
         raise ValueError(
             f"{name}: {who} stores only accumulated query scores per slot, expected needs.per_slot=('scores',) of a "

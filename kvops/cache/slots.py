@@ -52,7 +52,7 @@ class SlotCache(Cache, kind="slots"):
         check_tokens(self.name, k)
         check_inputs(self.name, inputs, k)
         with self.undone_on_error():
-            self._inputs = inputs
+            self._inputs = inputs if self.policy.needs.inputs else None
             k_step, v_step = self._append(k, v)
             check_step(self.name, q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)

@@ -250,7 +250,7 @@ class KVCache(DynamicCache):
         self._asked = False  # whether mask sizes were requested for a mask that the library has yet to make
         self._masked = 0  # how many tokens, cached and new, the last mask covered
         self._peak = 0  # bytes
-        self.token_ids: Tensor | None = None  # of the current forward; see `inputs.passing_inputs`
+        self._token_ids: Tensor | None = None  # of the current forward; see `inputs.passing_inputs`
         config = config.get_text_config(decoder=True)
         self._kv_heads = _kv_heads(config)
         cross = getattr(config, "cross_attention_layers", None) or ()  # an image's keys, which never grow
@@ -265,6 +265,8 @@ class KVCache(DynamicCache):
                     f"KVCache: layers of {type(config).__name__} share keys, which cannot be rotated to the slots of "
                     f"{policy!r} for all of them; use positions='original'"
                 )
+            if isinstance(policy, KVzip):
+                policy.check_readers(readers)
             cache = Cache(policy, layer=layer, num_layers=len(evicting), rope=rope, storage=storage)
             self.layers[i] = EvictingLayer(cache, conversation, own, readers)
         if not evicting:

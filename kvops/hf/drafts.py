@@ -106,6 +106,11 @@ def _check(made: CandidateGenerator, cache: KVCache) -> None:
             "observed; expected a policy that uses the prompt's queries only (SnapKV, PyramidKV, ChunkKV, LAQ, ProtoKV "
             f"with buffer=None), or none (KeyDiff, LagKV, StreamingLLM, SATKV, ...), got {policy!r}"
         )
+    if policy.needs.inputs and not policy.needs.stage:
+        raise NotImplementedError(
+            "KVCache: with prompt lookup and assisted decoding a cache evicts after the steps whose hidden states and "
+            f"token ids a policy could read, expected one without needs.inputs, got {policy!r}"
+        )
     if policy.needs.stage and not cache._staged:
         raise NotImplementedError(
             f"KVCache: kvops.{policy.name} evicts in a stage of its own, expected kvops.hf.generate or a block of "

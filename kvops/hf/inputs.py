@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,36 +23,63 @@ from .arguments import by_name
 from .attention import eager, unwrap
 from .cache import EvictingLayer, KVCache
 
+# The models with hooks: how many blocks and calls need them, and what removes them.
+_watched: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, ExitStack]] = weakref.WeakKeyDictionary()
+_watching = threading.Lock()
+
 
 @contextmanager
 def passing_inputs(model: torch.nn.Module, policy: Policy) -> Iterator[None]:
     """Pass token ids, hidden states and modules to the KVCaches of a model's calls, if the policy needs them."""
-    with ExitStack() as hooks:
-        for module in unwrap("kvops.hf", model).modules() if policy.needs.inputs else ():
-            parameters = inspect.signature(module.forward).parameters
-            if isinstance(module, PreTrainedModel) and "input_ids" in parameters:
-                hook = _note_ids
-            elif isinstance(getattr(module, "layer_idx", None), int) and "hidden_states" in parameters:
-                hook = _note_inputs  # of a layer, and then of the attention in it, which is called last
-            else:
-                continue
-            handle = module.register_forward_pre_hook(eager(functools.partial(_called, hook)), with_kwargs=True)
-            hooks.callback(handle.remove)
+    if not policy.needs.inputs:
         yield
+        return
+    inner = unwrap("kvops.hf", model)
+    with _watching:
+        users, hooks = _watched.get(inner) or (0, _hooks(inner))
+        _watched[inner] = users + 1, hooks
+    try:
+        yield
+    finally:
+        with _watching:
+            users, hooks = _watched.pop(inner)
+            if users > 1:
+                _watched[inner] = users - 1, hooks
+            else:
+                hooks.close()
 
 
-def _called(hook: Any, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _hooks(model: PreTrainedModel) -> ExitStack:
+    hooks = ExitStack()
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters
+        if isinstance(module, PreTrainedModel) and "input_ids" in parameters:
+            note = _note_ids
+        elif isinstance(getattr(module, "layer_idx", None), int) and "hidden_states" in parameters:
+            note = _note_inputs  # of a layer, and then of the attention in it, which is called last
+        else:
+            continue
+        before, after = (eager(functools.partial(_watch, note, entering)) for entering in (True, False))
+        hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        hooks.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
+    return hooks
+
+
+def _watch(note: Any, entering: bool, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *out: Any) -> None:
+    """Note what a call passes as it begins, and forget it as it ends, also by an exception before a layer took it."""
     call = by_name(module.forward, args, kwargs)
     cache = next((x for x in call.values() if isinstance(x, KVCache)), None)  # modules have different names for it
     if cache is not None and cache.policy.needs.inputs:
-        hook(cache, module, call)
+        note(cache, module, call if entering else None)
 
 
-def _note_ids(cache: KVCache, module: torch.nn.Module, call: dict[str, Any]) -> None:
-    cache.token_ids = call.get("input_ids")
+def _note_ids(cache: KVCache, module: Any, call: dict[str, Any] | None) -> None:
+    ids = None if call is None else call.get("input_ids")
+    if call is None or ids is not None:  # an inner model may get their embeddings
+        cache._token_ids = ids
 
 
-def _note_inputs(cache: KVCache, module: Any, call: dict[str, Any]) -> None:
+def _note_inputs(cache: KVCache, module: Any, call: dict[str, Any] | None) -> None:
     layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
     if isinstance(layer, EvictingLayer):
-        layer.inputs = LayerInputs(call["hidden_states"], cache.token_ids, module)
+        layer.inputs = None if call is None else LayerInputs(call["hidden_states"], cache._token_ids, module)

@@ -296,7 +296,7 @@ class Policy:
                 f"tokens, expected head_mode 'per_head' or 'shared', got {self!r}"
             )
 
-    def check_gathered(self, who: str) -> None:
+    def check_engine(self, who: str) -> None:
         """Raise ValueError if the policy needs what `who`, an engine, does not gather: `statistics` or `inputs`."""
         if self.needs.inputs:
             raise ValueError(
@@ -311,7 +311,7 @@ class Policy:
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         """Raise ValueError if a `PagedCache` of this many layers cannot use this policy."""
-        self.check_gathered("a PagedCache")
+        self.check_engine("a PagedCache")
         if self.needs.dense or self.merge:
             raise ValueError(f"{self.name}: a PagedCache needs a policy whose compress takes pages, got {self!r}")
         if by_head:
@@ -434,6 +434,11 @@ class Policy:
             raise ValueError(
                 f"{self.name}: a one-shot call cannot tell the prompt from the tokens after it, expected protect=None, "
                 f"got {self.protect!r}; use a cache, or sinks= and a budget that holds them"
+            )
+        if self.needs.inputs and not self.needs.stage:
+            raise ValueError(
+                f"{self.name}: a single call has no model that passes hidden states and token ids, expected a policy "
+                f"without needs.inputs, got {self!r}; use kvops.hf, or kvops.Cache.attend with inputs="
             )
         check_rank(self.name, k)
         if not (out is None or out is IN_PLACE or (isinstance(out, (tuple, list)) and len(out) == 2)):

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import Reduce
-from ..ops.checks import check_bool, check_choice, check_int, check_queries, check_token_ids
+from ..ops.checks import check_bool, check_choice, check_hidden, check_int, check_queries, check_token_ids
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import Budget, budget_tokens
@@ -139,6 +139,14 @@ class KVzip(QueryPolicy):
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
         raise ValueError(f"KVzip: a PagedCache cannot repeat prompts, expected another policy, got {self!r}")
 
+    def check_readers(self, readers: int) -> None:
+        """Raise if layers that share keys cannot be scored together."""
+        if readers and self.plus:
+            raise NotImplementedError(
+                f"{self.name}: plus=True weights a layer's scores by its own output projection, expected layers that "
+                f"do not share keys, got {readers} more that read those of one layer; use plus=False"
+            )
+
     def rows(self, view: View) -> int:
         return 0
 
@@ -224,9 +232,10 @@ class KVzip(QueryPolicy):
                 f"{self.name}: passes must be the rows of at most {chunks} passes of {self.chunk} tokens, with the sum "
                 f"{q.shape[2]}, got {rows}"
             )
-        if hidden is not None and (not self.plus or hidden.dim() != 3 or hidden.shape[:2] != (len(q), q.shape[2])):
-            want = f"[{len(q)}, {q.shape[2]}, hidden]" if self.plus else "None without plus=True"
-            raise ValueError(f"{self.name}: hidden_repeat must be {want}, got shape {list(hidden.shape)}")
+        if hidden is not None:
+            check_hidden(self.name, "hidden_repeat", hidden, len(q), q.shape[2])
+            if not self.plus:
+                raise ValueError(f"{self.name}: hidden_repeat is for plus=True, expected None, got hidden states")
         of_passes = [None] * len(rows) if hidden is None else hidden.split(rows, 1)
         total = torch.zeros(view.k.shape[:3], dtype=torch.float32, device=view.k.device)
         for i, (queries, keys, own) in enumerate(zip(q.split(rows, 2), k.split(rows, 2), of_passes)):

@@ -97,6 +97,11 @@ class LAQ(WindowPolicy):
                 f"{self.name}: stage1 must be a kvops policy such as kvops.Full(), or a name such as 'full', got "
                 f"{type(self.stage1).__name__}"
             )
+        elif self.stage1.needs.inputs:
+            raise ValueError(
+                f"{self.name}: stage1 gets no hidden states of the prompt, expected a policy without needs.inputs, got "
+                f"{self.stage1!r}"
+            )
         elif self.stage1.needs.statistics:
             raise ValueError(
                 f"{self.name}: stage1 gets no queries of the prompt, expected statistics of the model, got "

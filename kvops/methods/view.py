@@ -191,10 +191,15 @@ class View:
         return self._given("module")
 
     def _given(self, name: str) -> Any:
-        if (found := getattr(self.inputs, name, None)) is None:
+        if self.inputs is None:
             raise RuntimeError(
-                f"View.{name}: expected it from the model, got none; declare needs = kvops.Needs(inputs=True) and use "
-                "kvops.hf.compress or kvops.hf.generate with token ids, or pass inputs= to kvops.Cache.attend"
+                f"View.{name}: expected what the attention module was called with, got none; it takes a policy that "
+                "declares kvops.Needs(inputs=True), and kvops.hf.compress, kvops.hf.generate or inputs= of "
+                "kvops.Cache.attend"
+            )
+        if (found := getattr(self.inputs, name)) is None:
+            raise RuntimeError(
+                f"View.{name}: expected it among the inputs, got None (with embeddings there are no ids)"
             )
         return found
 

@@ -139,6 +139,15 @@ def inference_only(op: str, **tensors: Tensor) -> None:
             raise ValueError(f"{op}: {name} {how}")
 
 
+def check_hidden(op: str, name: str, hidden: Tensor, b: int, t: int) -> None:
+    """Checks for the hidden states of t tokens: floating point [b, t, hidden], without a gradient."""
+    inference_only(op, **{name: hidden})
+    if hidden.dim() != 3 or hidden.shape[:2] != (b, t) or not hidden.is_floating_point():
+        raise ValueError(
+            f"{op}: {name} must be floating point [{b}, {t}, hidden], got {hidden.dtype} {list(hidden.shape)}"
+        )
+
+
 def check_rank(op: str, k: Tensor) -> None:
     """Checks that k is a tensor of four dims; the operators check the rest."""
     if not isinstance(k, Tensor):

@@ -152,7 +152,7 @@ def assert_inputs(model, passed):
     options = dict(max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
     with kvops.hf.compress(model, Recorder(12)) as compressed:
         if not passed:
-            with kit.refuses("View.hidden: expected it from the model, got none", kind=RuntimeError):
+            with kit.refuses("View.hidden: expected what the attention module was called with", kind=RuntimeError):
                 model.generate(IDS[0], **options)
             return
         sequences = model.generate(IDS[0], **options)

@@ -1,5 +1,9 @@
 """Policies that read what the attention modules of a model are called with: hidden states, token ids and the module."""
 
+import copy
+import gc
+import pickle
+import weakref
 from dataclasses import KW_ONLY, dataclass, replace
 
 import pytest
@@ -7,10 +11,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import hf_architectures as tiny  # noqa: E402
 import kit  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
+from kvops.hf.drafts import WHOLE_CACHES  # noqa: E402
+from kvops.hf.inputs import _watched, passing_inputs  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 from test_hf_kvzip import POLICY  # noqa: E402
 
@@ -50,6 +57,35 @@ class Gate(kvops.KeyPolicy):
         old = view.state.get("scores", new[:, :, :0])
         view.state["scores"] = torch.cat((old, new), 2)
         return super().evict(view)
+
+
+@dataclass(frozen=True, eq=False)
+class Weak(kvops.KeyPolicy):
+    """Keeps the newest tokens, and refers to the hidden states without holding them."""
+
+    needs = kvops.Needs(inputs=True)
+
+    def scores(self, view):
+        return view.row_positions().float()
+
+    def evict(self, view):
+        SEEN.append(weakref.ref(view.hidden))
+        return super().evict(view)
+
+
+@dataclass(frozen=True, eq=False)
+class Aligned(kvops.KeyPolicy):
+    """Scores by the norms of the keys, and checks that the step's tokens are the last slots of all heads."""
+
+    needs = kvops.Needs(inputs=True)
+
+    def scores(self, view):
+        t = view.hidden.shape[1]
+        assert t == view.new
+        last = torch.arange(view.seen - t, view.seen)
+        assert (view.positions()[:, :, -t:] == last).all()
+        SEEN.append(t)
+        return torch.where(view.k.isnan().any(-1), torch.nan, view.k.float().norm(dim=-1))
 
 
 def attention_modules(model):
@@ -201,17 +237,146 @@ def test_refusals():
         KVCache(model.config, Recorder(12))
     model = use_attention(model)
     for policy in (Recorder(12), Gate(12)):
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"View.hidden: expected it from the model, got none; "):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"View.hidden: expected what the attention module was"):
             model(ids, past_key_values=KVCache(model.config, policy))
-    with kvops.hf.compress(model, Recorder(12)), pytest.raises(RuntimeError, match=r"View.token_ids: expected it"):
+    with (
+        kvops.hf.compress(model, Recorder(12)),
+        pytest.raises(RuntimeError, match=r"View.token_ids: expected it among"),
+    ):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY)
     with (
         pytest.raises(ValueError, match="Recorder: continuous_batching does not pass hidden states and token ids"),
         kvops.hf.continuous_batching(make_model(), Recorder(12)),
     ):
         pass
-    with pytest.raises(RuntimeError, match=r"View.hidden: expected it from the model, got none"):
+    with pytest.raises(
+        RuntimeError, match=r"View.hidden: expected what the attention module was called with, got none"
+    ):
         Recorder(4).evict(kvops.View(*kit.kv(1, 2, 9, 16)))
     dense = replace(Recorder(12), buffer=None)
     with pytest.raises(ValueError, match="Recorder: a PagedCache does not pass hidden states"):
         dense.check_paged_cache(2)
+    for policy in (Recorder(4), Gate(4)):
+        with pytest.raises(ValueError, match="a single call has no model that passes hidden states and token ids"):
+            policy.compress(*kit.kv(1, 2, 9, 16))
+    with pytest.raises(ValueError, match="LAQ: stage1 gets no hidden states of the prompt"):
+        kvops.LAQ(12, steps=2, window=4, stage1=Recorder(20))
+    with pytest.raises(RuntimeError, match=r"Recorder: catch_up\(\) has no inputs"):
+        kvops.Cache(Recorder(4)).catch_up()
+    if "prompt_lookup_num_tokens" in vars(transformers.GenerationConfig()) and not WHOLE_CACHES:
+        with pytest.raises(NotImplementedError, match="prompt lookup and assisted decoding .* without needs.inputs"):
+            kvops.hf.generate(model, Recorder(12), ids, prompt_lookup_num_tokens=3, **GREEDY)
+
+
+@pytest.mark.parametrize("settings", [dict(buffer=4), dict(buffer=None), dict(head_mode="adaptive", buffer=4)], ids=str)
+@pytest.mark.parametrize("chunk", [None, 15])
+def test_no_activation_outlives_its_step(settings, chunk):
+    """Not in a pending eviction either, so a cache can be copied and pickled inside a block."""
+    model, (ids, mask) = make_model(), make_prompts(40, 31)
+    SEEN.clear()
+    options = {} if chunk is None else {"prefill_chunk_size": chunk}
+    with kvops.hf.compress(model, Weak(12, **settings)) as compressed:
+        model.generate(ids, attention_mask=mask, **options, **GREEDY)
+        gc.collect()
+        assert len(SEEN) > 3 and all(x() is None for x in SEEN)
+        assert compressed.cache._token_ids is None
+        plain = pickle.dumps(compressed.cache)
+        again = pickle.loads(plain)
+        assert [x.cache.seen for x in again.evicting_layers] == [x.cache.seen for x in compressed.cache.evicting_layers]
+        copy.deepcopy(compressed.cache)
+    assert b"LlamaAttention" not in plain
+
+
+def test_a_failed_step_leaves_nothing_for_the_next():
+    model, (ids, _) = make_model(), make_prompts(20)
+    projection = model.model.layers[0].self_attn.q_proj
+    with kvops.hf.compress(model, Recorder(12)) as compressed, torch.no_grad():
+        out = model(ids)
+        broken = projection.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, :1], past_key_values=out.past_key_values)
+        broken.remove()
+        assert all(x.inputs is None for x in compressed.cache.evicting_layers)
+        assert compressed.cache._token_ids is None
+
+
+def test_several_blocks_share_the_hooks():
+    model, before = make_model(), hooks(make_model())
+    with kvops.hf.compress(model, Recorder(12)):
+        one = hooks(model)
+        with kvops.hf.compress(model, Recorder(8)), kvops.hf.compress(model, kvops.KeyDiff(8)):
+            assert hooks(model) == one > before
+        assert hooks(model) == one
+    assert hooks(model) == before
+
+
+def test_steps_of_heads_that_differ_are_the_last_slots():
+    """The tokens since the last eviction are the same columns of all heads, as `View.inputs` says."""
+    model, (ids, _) = make_model(num_key_value_heads=2), make_prompts(40)
+    SEEN.clear()
+    policy = Aligned(12, head_mode="adaptive", buffer=3)
+    with kvops.hf.compress(model, policy) as compressed:
+        model.generate(ids, prefill_chunk_size=15, max_new_tokens=20, do_sample=False, pad_token_id=0)
+        assert any(x.cache.lengths[0, 0] != x.cache.lengths[0, 1] for x in compressed.cache.evicting_layers)
+    assert len(SEEN) > 9
+
+
+def test_ids_of_a_model_inside_another():
+    """The outer model gets ids, and passes their embeddings on."""
+
+    class Outer(transformers.PreTrainedModel):
+        def __init__(self, inner):
+            super().__init__(inner.config)
+            self.inner = inner
+
+        def forward(self, input_ids, past_key_values):
+            return self.inner(
+                inputs_embeds=self.inner.get_input_embeddings()(input_ids), past_key_values=past_key_values
+            )
+
+    inner, (ids, _) = use_attention(make_model()), make_prompts(20)
+    SEEN.clear()
+    with passing_inputs(Outer(inner), Recorder(12)), torch.no_grad():
+        Outer(inner)
+        outer = next(iter(_watched))
+        outer(ids, past_key_values=KVCache(inner.config, Recorder(12)))
+    assert len(SEEN) == 3 and all(torch.equal(x[2], ids) for x in SEEN)
+
+
+@pytest.mark.parametrize("cut", [42, 41, 40])
+def test_a_gate_after_tokens_were_taken_back(cut):
+    """A cache keeps as many values per slot as it keeps slots."""
+    steps = 40, 1, 1, 1, *[1] * 6
+    width, layers = 12, 1
+    gates = (kit.randn(width, 2),)
+    data = [
+        kit.randn(1, 4, sum(steps), 16, seed=1),
+        *kit.kv(1, 2, sum(steps), 16),
+        kit.randn(1, sum(steps), width, seed=3),
+    ]
+
+    def run(cache, first, last):
+        for at in range(first, last):
+            span = slice(0, 40) if at == 0 else slice(39 + at, 40 + at)
+            q, k, v = (x[:, :, span] for x in data[:3])
+            cache.attend(q, k, v, inputs=kvops.LayerInputs(data[3][:, span]))
+
+    policy = Gate(12, gates=gates, buffer=8)
+    cache, want = (kvops.Cache(policy, num_layers=layers) for _ in range(2))
+    run(cache, 0, 4)
+    cache.crop(cut)
+    assert cache.state["scores"].shape[2] == len(cache) == 12 + cut - 40
+    run(want, 0, cut - 39)
+    run(cache, cut - 39, 10)
+    run(want, cut - 39, 10)
+    assert torch.equal(cache.positions, want.positions)
+
+
+def test_layers_that_share_keys_refuse_kvzip_plus():
+    config = transformers.CONFIG_MAPPING["gemma3n_text"] if "gemma3n_text" in transformers.CONFIG_MAPPING else None
+    if config is None:
+        pytest.skip("no Gemma 3n")
+    model = use_attention(tiny.tiny_model("gemma3n_text", "eager"))
+    with pytest.raises(NotImplementedError, match="KVzip: plus=True weights a layer's scores by its own output"):
+        KVCache(model.config, replace(POLICY, plus=True, w_o=torch.ones(4, 4)))
+    KVCache(model.config, POLICY)

@@ -354,8 +354,14 @@ def test_kvzip_plus_in_a_cache():
     with kit.refuses("KVzip: with plus=True a pass needs the hidden states"), cache.repeating(0):
         cache.attend(*step)
     for wrong, says in (
-        (kvops.LayerInputs(hidden[:, 1:]), r"inputs.hidden must be \[2, 70, hidden\], got \[2, 69, 12\]"),
-        (kvops.LayerInputs(hidden, torch.zeros(2, 3)), r"inputs.token_ids must be \[2, 70\], got \[2, 3\]"),
+        (
+            kvops.LayerInputs(hidden[:, 1:]),
+            r"inputs.hidden must be floating point \[2, 70, hidden\], got torch.float32 \[2, 69, 12\]",
+        ),
+        (
+            kvops.LayerInputs(hidden, torch.zeros(2, 3)),
+            r"inputs.token_ids must be integers of shape \[2, 70\], got torch.float32 \[2, 3\]",
+        ),
     ):
         with kit.refuses(says), cache.repeating(0):
             cache.attend(*step, inputs=wrong)
@@ -366,7 +372,7 @@ def test_kvzip_plus_in_a_cache():
     cache.evict()
     assert torch.equal(cache.positions, want.indices) and cache._inputs is None
     cache.attend(*(x[:, :, :1] for x in (q, own, v)))  # decode needs no inputs
-    with kit.refuses("plus=True weights each layer's scores by its own", "got 1 more", kind=NotImplementedError):
+    with kit.refuses("plus=True weights a layer's scores by its own", "got 1 more", kind=NotImplementedError):
         fresh = kvops.Cache(policy, layer=0, num_layers=2)
         fresh.attention(q, *fresh.append(own, v[:, :, :1].expand(-1, -1, 70, -1)), readers=1)
 
@@ -377,10 +383,14 @@ def test_kvzip_plus_refuses():
     for settings, call, says in (
         (dict(plus=True), dict(hidden_repeat=hidden), "KVzip: w_o must be the weights"),
         (dict(plus=True, w_o=w_o), {}, "KVzip: with plus=True a pass needs the hidden states of its tokens, got none"),
-        (dict(plus=True, w_o=w_o), dict(hidden_repeat=hidden[:, 1:]), r"hidden_repeat must be \[2, 40, hidden\]"),
+        (
+            dict(plus=True, w_o=w_o),
+            dict(hidden_repeat=hidden[:, 1:]),
+            r"hidden_repeat must be floating point \[2, 40, hi",
+        ),
         (dict(plus=True, w_o=w_o[:, 8:]), dict(hidden_repeat=hidden), r"w_o must be \[hidden, 6 query heads \* 8\]"),
         (dict(plus=True, w_o=[w_o]), dict(hidden_repeat=hidden, layer=1, num_layers=2), "layer must name one of the 1"),
-        ({}, dict(hidden_repeat=hidden), "hidden_repeat must be None without plus=True"),
+        ({}, dict(hidden_repeat=hidden), "hidden_repeat is for plus=True, expected None"),
     ):
         with kit.refuses(says):
             kvops.KVzip(9, **settings).compress(k, v, q, k_repeat=own, **call)

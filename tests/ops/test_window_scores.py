@@ -360,6 +360,17 @@ def test_bad_input():
         ops.window_scores(q, k.clone().requires_grad_(), visible)
 
 
+def test_an_lse_beside_a_sink_that_takes_all():
+    """What a row keeps is then less than the rounding of its weight."""
+    q, k = torch.full((1, 1, 2, 16), -10.0), torch.full((1, 1, 1, 16), 10.0)
+    visible, sinks = kit.int32(1, 1), torch.zeros(1)
+    lse = true_lse(q, k, visible)
+    for weights in (None, torch.full((1, 1, 2), 5.0)):
+        with kvops.debug_checks():
+            found = ops.window_scores(q, k, visible, lse=lse, sink_logits=sinks, row_weights=weights)
+        assert (found < 1e-30).all()
+
+
 def test_a_wrong_lse_is_told_from_a_right_one():
     """Totals are compared per KV head, with sinks and rows that see no key; NaN is ignored."""
     q, k, _ = kit.window(2, 2, 2, 4, 40, 16)
