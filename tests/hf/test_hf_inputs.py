@@ -268,7 +268,7 @@ def test_refusals():
             kvops.hf.generate(model, Recorder(12), ids, prompt_lookup_num_tokens=3, **GREEDY)
 
 
-@pytest.mark.parametrize("settings", [dict(buffer=4), dict(buffer=None), dict(head_mode="adaptive", buffer=4)], ids=str)
+@pytest.mark.parametrize("settings", [dict(buffer=1), dict(buffer=None), dict(head_mode="adaptive", buffer=4)], ids=str)
 @pytest.mark.parametrize("chunk", [None, 15])
 def test_no_activation_outlives_its_step(settings, chunk):
     """Not in a pending eviction either, so a cache can be copied and pickled inside a block."""
