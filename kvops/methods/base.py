@@ -576,9 +576,10 @@ class BudgetPolicy(Policy):
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
     """
 
     budget: Budget

@@ -96,9 +96,10 @@ def chunkkv_compress(
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -193,9 +194,10 @@ def criticalkv_compress(
             the layer's budget by s, and each splits its own into the two stages. With "shared" both scores are means
             over the heads.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -306,9 +308,10 @@ def defensivekv_compress(
             the attention of all others is more than 1 - first_stage_mass on average over the heads. With "shared" m and
             the second stage's scores are means over the heads.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -403,9 +406,10 @@ def expectedattention_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -502,9 +506,10 @@ def h2o_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -592,9 +597,10 @@ def keydiff_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -719,9 +725,10 @@ def kvzip_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
@@ -811,9 +818,10 @@ def l2_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1076,9 +1084,10 @@ def laq_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1193,9 +1202,10 @@ def protokv_compress(
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
@@ -1299,9 +1309,10 @@ def pyramidkv_compress(
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head" or "shared"; see `BudgetPolicy`.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1375,9 +1386,10 @@ def random_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1468,9 +1480,10 @@ def rkv_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1554,9 +1567,10 @@ def satkv_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1642,9 +1656,10 @@ def snapkv_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1710,9 +1725,10 @@ def streamingllm_compress(
         sinks: First tokens that are always kept.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1793,9 +1809,10 @@ def tova_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention. The paper's is "shared".
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1879,9 +1896,10 @@ def triattention_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -1981,9 +1999,10 @@ def vase_compress(
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps the budget times
-            its share over the mean share of all layers and heads, but at least what it must always keep; the mean over
-            all heads is then the budget. A fraction is of all slots. Single calls need `layer` and `num_layers`.
+            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
+            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
+            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
+            `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps

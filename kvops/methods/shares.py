@@ -50,9 +50,10 @@ def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
 
 
 def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) -> list[int]:
-    """The tokens of each head of the view's layer: the budget times its share over the mean share of all heads.
+    """The tokens of each head of the view's layer, at least 1, and at most the tokens seen.
 
-    Rounded to the nearest, at least `least` and 1, and at most the tokens seen.
+    `least` are what every head keeps. The rest of the budget, times the head's share over the mean share of all heads,
+    is rounded to the nearest.
     """
     table = shares if isinstance(shares, Tensor) else _read(op, shares)
     layer, num_layers = view.layer_and_count(op)
@@ -62,7 +63,8 @@ def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) 
             f"{list(table.shape)}"
         )
     values = table.detach().double()
-    return [min(max(1, least, round(budget * x)), view.seen) for x in (values[layer] / values.mean()).tolist()]
+    rest = max(0, budget - least)
+    return [min(max(1, least + round(rest * x)), view.seen) for x in (values[layer] / values.mean()).tolist()]
 
 
 def save_shares(shares: Tensor, path: str | Path) -> None:
