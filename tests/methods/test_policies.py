@@ -240,7 +240,8 @@ def test_a_rule_that_reads_positions_declares_it(policy, monkeypatch):
 def test_settings_come_back_from_repr(policy):
     policy = replace(policy, **{x.name: x.default for x in fields(policy) if not x.repr})
     assert eval(repr(policy), vars(kvops)) == policy and f"{type(policy).__name__}(" in repr(policy)
-    assert eval(repr(kvops.LAQ(20, stage1=policy)), vars(kvops)) == kvops.LAQ(20, stage1=policy)
+    if not policy.needs.inputs:
+        assert eval(repr(kvops.LAQ(20, stage1=policy)), vars(kvops)) == kvops.LAQ(20, stage1=policy)
 
 
 SHARES = "shares.safetensors"
