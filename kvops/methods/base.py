@@ -435,7 +435,8 @@ class Policy:
                 f"{self.name}: a one-shot call cannot tell the prompt from the tokens after it, expected protect=None, "
                 f"got {self.protect!r}; use a cache, or sinks= and a budget that holds them"
             )
-        if self.needs.inputs and not self.needs.stage:
+        needs: object = type(self).needs  # a property would cost a call
+        if isinstance(needs, Needs) and needs.inputs:
             raise ValueError(
                 f"{self.name}: a single call has no model that passes hidden states and token ids, expected a policy "
                 f"without needs.inputs, got {self!r}; use kvops.hf, or kvops.Cache.attend with inputs="

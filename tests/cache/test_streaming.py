@@ -528,9 +528,9 @@ def test_frozen_caches_only_grow(policy):
 
 def test_repr_shows_the_settings():
     policy = kvops.StreamingLLM(8)
-    assert (
-        repr(policy)
-        == "StreamingLLM(budget=8, sinks=4, head_mode='per_head', buffer=0.0625, protect=None, positions='slots')"
+    assert repr(policy) == (
+        "StreamingLLM(budget=8, sinks=4, head_mode='per_head', shares=None, buffer=0.0625, protect=None, "
+        "positions='slots')"
     )
     assert repr(kvops.Cache(policy, layer=1, num_layers=2)) == (
         f"Cache({policy!r}, layer=1, num_layers=2: 0 tokens seen, 0 kept, 0 B)"

@@ -69,7 +69,7 @@ def test_options():
     assert rule("lacache").policy(150, 600, LAYERS, streaming=True).task == "modeling"
     for spec, words in {
         "keydif": "method must be one of full, .*, got 'keydif'",
-        "keydiff:budget=3": "KeyDiff has no option 'budget', expected some of sinks, head_mode, buffer, recent",
+        "keydiff:budget=3": "KeyDiff has no option 'budget', expected some of sinks, head_mode, shares, buffer, recent",
         "keydiff:recent": "expected keydiff:option=value,option=value, got 'recent'",
         "keydiff:head_mode=all": "method 'keydiff:head_mode=all': KeyDiff: head_mode must be one of",
     }.items():

@@ -40,7 +40,8 @@ def inputs(n: int, seed: int) -> tuple[torch.Tensor, ...]:
 def queries(policy: kvops.Policy, q: torch.Tensor, n: int) -> tuple[tuple, dict]:
     """Return the arguments of `compress` after k and v. q: the queries of n tokens, last of q's rows."""
     if isinstance(policy, kvops.KVzip):
-        return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1)
+        hidden = dict(hidden_repeat=q[:, 0, :n] - 1) if policy.plus else {}
+        return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1, **hidden)
     if isinstance(policy, kvops.LAQ):
         window = dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
         return (q[:, :, -5:] + 1,), window

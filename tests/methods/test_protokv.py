@@ -704,7 +704,7 @@ def test_wrong_arguments():
             call(**{**good, **change})
     for change, message in [
         (dict(projection=torch.zeros(2, 8), phase=torch.zeros(2)), r"projection must be a contiguous \[r, 16\]"),
-        (dict(sink_logits=torch.zeros(6)), "lse and sink_logits apply to a softmax"),
+        (dict(sink_logits=torch.zeros(6)), "lse, sink_logits and row_weights apply to a softmax"),
         (dict(q_window=q[:, :5]), "query heads of q must be a multiple of the KV heads 2, got 5"),
         (dict(q_window=q.half()), "k must have q's dtype torch.float16, got torch.float32"),
         (dict(starts=kit.int32(0, 41)), "starts"),
