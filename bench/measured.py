@@ -698,16 +698,23 @@ def ragged_table() -> str:
 
 
 def by_heads_table(record: str) -> str:
-    """Return a row per method and division of its budget, a column per cut and budget: the digits found."""
-    rows = claims.rows(record)
-    columns = sorted({(x["point"], x["budget"]) for x in rows if x["budget"] and x["task"] == NEEDLES[0]})
-    cells = {(x["method"], x["point"], x["budget"]): percent(x, "partial") for x in rows if x["task"] == NEEDLES[0]}
-    whole = {x["point"]: percent(x, "partial") for x in rows if x["method"] == "Full" and x["task"] == NEEDLES[0]}
-    lines = [["method", *(f"{point} the question, {size}" for point, size in columns)], ["---"] * (1 + len(columns))]
-    lines.append(["Full", *(whole[point] for point, _ in columns)])
-    for name in dict.fromkeys(x["method"] for x in rows if x["method"] != "Full"):
+    """Return a row per method and division of its budget, and columns of the digits found, by cut and budget, and of the
+    loss of the text after a cut, if the record has it."""
+    rows, scores = claims.rows(record), {NEEDLES[0]: "partial", "continuation": "loss"}
+    columns = sorted({(x["task"] != NEEDLES[0], x["point"], x["budget"], x["task"]) for x in rows if x["budget"]})
+    head, cells = ["method"], {}
+    for _, point, size, task in columns:
+        head.append(f"{point} the question, {size}" if task == NEEDLES[0] else f"loss, {size}")
+        for x in rows:
+            if (x["task"], x["point"]) == (task, point) and x["budget"] in (size, None):
+                score = x["scores"][scores[task]]["mean"]
+                shown = percent(x, "partial") if task == NEEDLES[0] else f"{score:.2f}"
+                cells[x["method"], task, point, size] = shown
+    lines = [head, ["---"] * len(head)]
+    names = dict.fromkeys(x["method"] for x in rows)
+    for name in sorted(names, key=lambda x: x != "Full"):
         shown = name.replace("build/eval/shares.safetensors", "...")
-        lines.append([shown, *(cells.get((name, *column), "") for column in columns)])
+        lines.append([shown, *(cells.get((name, task, point, size), "") for _, point, size, task in columns)])
     return markdown(lines)
 
 
