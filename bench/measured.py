@@ -698,8 +698,8 @@ def ragged_table() -> str:
 
 
 def by_heads_table(record: str) -> str:
-    """Return a row per method and division of its budget, and columns of the digits found, by cut and budget, and of the
-    loss of the text after a cut, if the record has it."""
+    """Return a row per method and division of its budget: the digits found, by cut and budget, and the loss of the text
+    after a cut, if the record has it."""
     rows, scores = claims.rows(record), {NEEDLES[0]: "partial", "continuation": "loss"}
     columns = sorted({(x["task"] != NEEDLES[0], x["point"], x["budget"], x["task"]) for x in rows if x["budget"]})
     head, cells = ["method"], {}
