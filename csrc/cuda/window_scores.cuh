@@ -259,9 +259,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       const int64_t query_head = h * p.group + g;
       RowWeight weight{0.0f, 1.0f};
       if (at >= 0 && params.softmax)
-        weight = score_weight(
-            p, totals ? totals[head * p.group * p.w + at] : total_of_lse(params.lse.at(b, query_head, w)), b,
-            query_head, w);
+        weight =
+            score_weight(p, totals ? totals[head * p.group * p.w + at] : total_of_lse(params.lse.at(b, query_head, w)),
+                         b, query_head, w);
       less[i] = weight.less;
       factors[i] = weight.factor;
     }

@@ -87,7 +87,7 @@ RUNS = {
         "plain",
         0,
         [
-            *files("methods", "streaming", "protokv", "ragged"),
+            *files("methods", "streaming", "protokv", "ragged", "shares"),
             "-k",
             "not compile and not trace and not (test_ragged and (steps or first or later))",
         ],
