@@ -562,9 +562,9 @@ class Cache:
     def _stored(self, new: int | None = None) -> View:
         """Return the policy's view of the stored slots. new: how many of the tokens belong to this step.
 
-        Of heads that differ in length it is a copy. The tokens since the last eviction, and the newest ones that the
-        policy protects, are the last slots of all heads. Before them a head that holds fewer slots than the longest has
-        K and V of NaN, which every rule leaves out.
+        Of heads that differ in length it is a copy. The newest tokens that the policy protects are the last slots of
+        all heads; with `needs.inputs` all tokens since the last eviction. Before them a head that holds fewer slots
+        than the longest has K and V of NaN, which every rule leaves out.
         """
         if self._ragged is not None:
             columns = self._columns(self._ragged)
@@ -599,7 +599,9 @@ class Cache:
         """Return the slots of each head as the columns of a view; see `_stored`."""
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
         newest = self._rule.newest(budget_tokens(self._rule.budget, self.seen))
-        return ragged.columns(self._since, max(newest, self._since))
+        if self._rule.needs.inputs:  # of tokens that are the last slots of all heads
+            newest = max(newest, self._since)
+        return ragged.columns(self._since, newest)
 
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""

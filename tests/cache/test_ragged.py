@@ -516,3 +516,21 @@ def test_pickles_and_inference_mode():
         text = ragged()
     text.step(1)  # outside of it, on a copy
     text.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", [kvops.SnapKV(16, 4, kernel_size=5), kvops.KeyDiff(16, sinks=2, recent=3)], ids=str)
+def test_a_second_eviction_keeps_what_one_call_keeps_of_each_heads_tokens(policy, seed):
+    """Pooling sees the head's own neighbours, without a gap between the tokens before and after the first eviction."""
+    cache = kvops.Cache(replace(policy, head_mode="adaptive"))
+    q, (k, v) = kit.randn(1, 4, 67, D, seed=seed), kit.kv(1, 2, 67, D, seed=seed + 100)
+    for span in (slice(0, 50), slice(50, 67)):
+        before = cache.positions
+        cache.attend(*(x[:, :, span] for x in (q, k, v)))
+    for head in range(2):
+        held = torch.cat((before[0, head][before[0, head] >= 0], torch.arange(50, 67, device=k.device)))
+        kept = cache.positions[0, head][cache.positions[0, head] >= 0]
+        alone = replace(policy, budget=kit.int32(len(kept)).view(1, 1))
+        queries = (q[:, 2 * head : 2 * head + 2, -4:],) if isinstance(policy, kvops.SnapKV) else ()
+        want = alone.compress(k[:, head : head + 1, held], v[:, head : head + 1, held], *queries).indices
+        assert torch.equal(kept, held[want[0, 0]])
