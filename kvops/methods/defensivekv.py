@@ -131,6 +131,7 @@ class DefensiveKV(WindowPolicy):
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
         if self.head_mode == "adaptive":  # the first stage, too, is one for all heads of the layer, here one row
+            budget = self.room(view) if self.shares is not None else budget  # the layer's, as a cache passes it
             check_shared(self.name, budget, recent)
             assert isinstance(budget, int)  # because there is a window
             mean = mean.flatten(1).unsqueeze(1) / view.heads

@@ -88,6 +88,17 @@ def test_caches_hold_the_shares_of_their_layer(policy):
     assert abs(sum(held) - 20 * 6) <= 3  # rounding, and one token at least
 
 
+def test_the_first_stage_of_defensivekv_is_the_layers():
+    for layer in range(LAYERS):
+        q, k, v = inputs(seed=layer)
+        policy = kvops.DefensiveKV(20, window=4, w_o=W_O, head_mode="adaptive", shares=SHARES)
+        want = policy.compress(k, v, q[:, :, -4:], layer=layer, num_layers=LAYERS).indices
+        cache = kvops.Cache(policy, layer=layer, num_layers=LAYERS)
+        cache.attend(q, k, v)
+        assert cache.lengths.tolist() == [budgets(policy, layer)] * 2
+        assert torch.equal(cache.positions, want)
+
+
 def test_heads_with_more_than_there_is():
     """A head whose share is more than the tokens seen keeps them all, and the others keep theirs."""
     q, k, v = inputs(n=30)
