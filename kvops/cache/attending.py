@@ -394,6 +394,7 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
             undone.enter_context(cache.undone_on_error())
         full = [i for i, view in enumerate(views) if view.n > policy.room(view)]
         if policy.scope == "model" and full:
+            full = list(range(len(views)))  # all or none, since they have one budget
             kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
         else:
             kept = [policy.choose(policy.scores(views[i]), views[i], policy.room(views[i])) for i in full]

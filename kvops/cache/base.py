@@ -707,7 +707,7 @@ class Cache:
 
         Caches of a `QueryPolicy` evict in `attention` only.
         """
-        if self.policy.needs.inputs:
+        if self.policy.needs.inputs and not self.policy.needs.stage:
             raise RuntimeError(
                 f"{self.name}: catch_up() has no inputs of the tokens that a frozen cache has kept, expected a policy "
                 f"without needs.inputs, got {self.policy!r}"

@@ -16,9 +16,9 @@ from .compression import generate
 def head_shares(model: torch.nn.Module, policy: Policy | str, ids: Tensor, *, tokenizer: Any = None) -> Tensor:
     """Measure how a policy divides its budget among the heads of a model, over texts.
 
-    The shares can then be those of any policy (`shares=`), for prompts of which nothing is measured. For example, KVzip
-    with scope="model" reads each text a second time to find the heads that look far back; KeyDiff with its shares gives
-    these heads more of the cache, at no cost per prompt.
+    Any policy can then use them (`shares=`), and nothing is measured per prompt. For example, KVzip with scope="model"
+    reads each text a second time to find the heads that look far back; KeyDiff with its shares gives these heads more
+    of the cache.
 
     ```python
     policy = kvops.KVzip(0.125, head_mode="adaptive", scope="model")
@@ -30,8 +30,9 @@ def head_shares(model: torch.nn.Module, policy: Policy | str, ids: Tensor, *, to
 
     Args:
         model: A causal language model of transformers, as for `generate`.
-        policy: A policy with head_mode="adaptive", without `shares`. With a budget much smaller than the texts its
-            choice says more.
+        policy: A policy with head_mode="adaptive", without `shares`. A budget much smaller than the texts shows more
+            clearly which heads need more. The counts include the tokens that the policy always keeps, so a window makes
+            the shares more equal than its choice.
         ids: int64 [b, n], texts without padding, each compressed alone.
         tokenizer: The model's tokenizer, if the policy needs its words, as `kvops.KVzip` does.
 
@@ -39,16 +40,17 @@ def head_shares(model: torch.nn.Module, policy: Policy | str, ids: Tensor, *, to
         fp32 [layers that evict, Hk] on the CPU: the tokens that each head kept, over their mean.
 
     Raises:
-        TypeError: As in `generate`.
-        ValueError: The policy does not divide its budget among heads, it keeps the texts whole, ids has another shape,
-            or `generate` raises it.
+        TypeError: ids is not a tensor, or as in `generate`.
+        ValueError: The policy does not divide its budget among heads, it keeps the texts whole, ids is not int64 [b, n]
+            with at least one text, or `generate` raises it.
     """
     policy = as_policy("head_shares", policy)
     if not policy.ragged or getattr(policy, "shares", None) is not None:
         raise ValueError(f"head_shares: policy must have head_mode='adaptive' and no shares, got {policy!r}")
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not len(ids):
-        got = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise ValueError(f"head_shares: ids must be [b, n], got {got}")
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"head_shares: ids must be a torch.Tensor, got {type(ids).__name__}")
+    if ids.dim() != 2 or not ids.numel() or ids.dtype != torch.int64:
+        raise ValueError(f"head_shares: ids must be int64 [b, n], got {ids.dtype} {list(ids.shape)}")
     options = dict(max_new_tokens=1, do_sample=False, return_dict_in_generate=True, tokenizer=tokenizer)
     kept: list[Tensor] = []
     for row in ids:

@@ -48,7 +48,7 @@ from .budgets import Budget, budget_tokens, check_shared, fraction_of, head_budg
 from .merging import merged_values
 from .projection import Projection, check_layers, check_projection
 from .select import all_slots, readable_keys, select_budget, shared_scores
-from .shares import Shares, check_no_shares, check_shares, fixed_budgets
+from .shares import Shares, check_layers_of_shares, check_no_shares, check_shares, fixed_budgets
 from .view import View
 
 Layout = Literal["bhnd", "bnhd"]
@@ -576,11 +576,11 @@ class BudgetPolicy(Policy):
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
     """
 
     budget: Budget
@@ -635,6 +635,8 @@ class BudgetPolicy(Policy):
             )
         if self.ragged:
             _check_ragged(self)
+        if self.shares is not None:
+            check_layers_of_shares(self.name, self.shares, num_layers)
         super().check_cache(layer, num_layers)
 
     def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
@@ -705,7 +707,10 @@ class BudgetPolicy(Policy):
     # Caches
 
     def room(self, view: View) -> int:
-        """The tokens that a cache keeps: the budget, but at least the tokens that are always kept."""
+        """The tokens that a cache keeps: the budget, but at least the tokens that are always kept.
+
+        With `shares`: the mean over the heads of the layer, rounded down.
+        """
         if self.shares is not None:
             return sum(self._fixed(view)) // view.heads
         keep = budget_tokens(self.budget, view.seen)

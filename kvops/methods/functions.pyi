@@ -95,11 +95,11 @@ def chunkkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -193,11 +193,11 @@ def criticalkv_compress(
             Heads of a cache then differ in length, which needs the library's attention. With "adaptive" the heads share
             the layer's budget by s, and each splits its own into the two stages. With "shared" both scores are means
             over the heads.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -307,11 +307,11 @@ def defensivekv_compress(
             the layer's budget, and each stage is one for all of them: the first keeps the layer's highest m, as long as
             the attention of all others is more than 1 - first_stage_mass on average over the heads. With "shared" m and
             the second stage's scores are means over the heads.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -405,11 +405,11 @@ def expectedattention_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -505,11 +505,11 @@ def h2o_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -596,11 +596,11 @@ def keydiff_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -724,11 +724,11 @@ def kvzip_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
@@ -817,11 +817,11 @@ def l2_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1083,11 +1083,11 @@ def laq_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1201,11 +1201,11 @@ def protokv_compress(
         sinks: First tokens that are always kept; they count towards the budget. Sinks are in no cluster.
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their
             clusters' scores, then of their own. Clusters are then not kept whole.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
@@ -1308,11 +1308,11 @@ def pyramidkv_compress(
         window: How many of the last queries observe; their tokens are kept. None: the rows of q_window.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head" or "shared"; see `BudgetPolicy`.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1385,11 +1385,11 @@ def random_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1479,11 +1479,11 @@ def rkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1566,11 +1566,11 @@ def satkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1655,11 +1655,11 @@ def snapkv_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1724,11 +1724,11 @@ def streamingllm_compress(
             same for all heads. In a cache a fraction is never less than sinks + 1 tokens.
         sinks: First tokens that are always kept.
         head_mode: Without effect, since all heads keep the same tokens; "adaptive" is refused.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1808,11 +1808,11 @@ def tova_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention. The paper's is "shared".
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1895,11 +1895,11 @@ def triattention_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -1998,11 +1998,11 @@ def vase_compress(
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
             Heads of a cache then differ in length, which needs the library's attention.
-        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers, Hk], or the
-            path of a file (`kvops.save_shares`), for example of `kvops.hf.head_shares`. A head keeps what every head
-            must always keep, and of the rest of the budget its share over the mean share of all layers and heads, so
-            the mean over all heads is the budget. A fraction is of all slots. Single calls need `layer` and
-            `num_layers`.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps

@@ -37,9 +37,10 @@ def _check_values(op: str, shares: Tensor) -> None:
         raise ValueError(
             f"{op}: shares must be floating point [layers, Hk], got {shares.dtype} of shape {list(shares.shape)}"
         )
-    if not (shares.isfinite().all() and (shares >= 0).all() and shares.any()):
+    values = shares.float()  # what a file holds
+    if not (values.isfinite().all() and (values >= 0).all() and values.any()):
         raise ValueError(
-            f"{op}: shares must be finite, at least 0, and not all 0, got values from {shares.min()} to {shares.max()}"
+            f"{op}: shares must be finite, at least 0, and not all 0, got values from {values.min()} to {values.max()}"
         )
 
 
@@ -50,21 +51,30 @@ def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
 
 
 def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) -> list[int]:
-    """The tokens of each head of the view's layer, at least 1, and at most the tokens seen.
+    """The tokens of each head of the view's layer, at least 1, and at most the tokens seen, or `least` if that is more.
 
     `least` are what every head keeps. The rest of the budget, times the head's share over the mean share of all heads,
     is rounded to the nearest.
     """
-    table = shares if isinstance(shares, Tensor) else _read(op, shares)
-    layer, num_layers = view.layer_and_count(op)
+    table, (layer, num_layers) = _table(op, shares), view.layer_and_count(op)
     if tuple(table.shape) != (num_layers, view.heads):
         raise ValueError(
             f"{op}: shares must be [layers that evict, Hk], expected [{num_layers}, {view.heads}], got "
             f"{list(table.shape)}"
         )
     values = table.detach().double()
-    rest = max(0, budget - least)
-    return [min(max(1, least + round(rest * x)), view.seen) for x in (values[layer] / values.mean()).tolist()]
+    rest, most = max(0, budget - least), max(least, view.seen)
+    return [min(max(1, least + round(rest * x)), most) for x in (values[layer] / values.mean()).tolist()]
+
+
+def check_layers_of_shares(op: str, shares: Shares, num_layers: int) -> None:
+    """Raise for a file that cannot be read, or shares of another number of layers, before a cache holds tokens."""
+    if (got := len(_table(op, shares))) != num_layers:
+        raise ValueError(f"{op}: shares must be of the {num_layers} layers that evict, got those of {got}")
+
+
+def _table(op: str, shares: Shares) -> Tensor:
+    return shares if isinstance(shares, Tensor) else _read(op, shares)
 
 
 def save_shares(shares: Tensor, path: str | Path) -> None:

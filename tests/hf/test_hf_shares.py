@@ -46,11 +46,17 @@ def test_refusals():
     for policy in (POLICY, kvops.KeyDiff(8), kvops.KeyDiff(8, head_mode="adaptive", shares=torch.ones(3, 2))):
         with pytest.raises(ValueError, match="head_shares: policy must have head_mode='adaptive' and no shares, got"):
             kvops.hf.head_shares(model, policy, ids)
-    for wrong in (ids[0], [1, 2], ids[:0]):
-        with pytest.raises(ValueError, match=r"head_shares: ids must be \[b, n\], got"):
+    for wrong in (ids[0], ids[:0], ids.float()):
+        with pytest.raises(ValueError, match=r"head_shares: ids must be int64 \[b, n\], got"):
             kvops.hf.head_shares(model, ADAPTIVE, wrong)
+    with pytest.raises(TypeError, match="head_shares: ids must be a torch.Tensor, got list"):
+        kvops.hf.head_shares(model, ADAPTIVE, [1, 2])
     with pytest.raises(ValueError, match="head_shares: expected a budget of less than the 40 tokens, got KVzip"):
         kvops.hf.head_shares(model, replace(ADAPTIVE, budget=64), ids)
-    with pytest.raises(ValueError, match=r"KeyDiff: shares must be \[layers that evict, Hk\], expected \[3, 2\]"):
-        policy = kvops.KeyDiff(8, head_mode="adaptive", shares=torch.ones(2, 2))
-        kvops.hf.generate(model, policy, ids, max_new_tokens=2, do_sample=False)
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model has run"))
+    for policy in (kvops.KeyDiff(8, head_mode="adaptive", shares=torch.ones(2, 2)), "keydiff:budget=8,shares=none"):
+        settings = dict(max_new_tokens=2, do_sample=False)
+        with pytest.raises((ValueError, FileNotFoundError), match="KeyDiff: shares (must be of the 3 layers|need)"):
+            kvops.hf.generate(model, policy, ids, **settings)
+    with pytest.raises(FileNotFoundError, match="KeyDiff: shares must be the path of a file"):
+        kvops.hf.generate(model, "keydiff:budget=8,head_mode=adaptive,shares=none", ids, **settings)

@@ -111,6 +111,23 @@ def test_heads_with_more_than_there_is():
     assert 55 <= lengths[0] <= 57 and 5 <= lengths[1] <= 7
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [kvops.KeyDiff(20, sinks=8, recent=5), kvops.SnapKV(40, window=16, sinks=4), kvops.DefensiveKV(40, 16, w_o=W_O)],
+    ids=lambda x: x.name,
+)
+def test_fewer_tokens_than_are_always_kept(policy):
+    """Everything stays, as without shares."""
+    q, k, v = inputs(n=10)
+    kept = replace(policy, head_mode="adaptive", shares=SHARES).compress(
+        k, v, *queries(policy, q), layer=0, num_layers=LAYERS
+    )
+    assert ((kept.indices >= 0).sum(-1) == 10).all()
+    cache = kvops.Cache(replace(policy, head_mode="adaptive", shares=SHARES), layer=0, num_layers=LAYERS)
+    cache.attend(q, k, v)
+    assert len(cache) == 10
+
+
 def test_padded_rows_keep_as_many_as_they_have():
     q, k, v = inputs()
     cache = kvops.Cache(kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES), layer=2, num_layers=LAYERS)
