@@ -177,6 +177,7 @@ LEAST_BUSY = 0.75  # fraction of the multiprocessors' time that a launch must fi
 SHORT = {  # launches that need not, and why
     "lsh_bucket": "32 keys per head",
     "window_totals": "one row each",
+    "window_row_scores": "4 bytes per key and query head, after an attention of 512 bytes per key",
     "attention_combine": "one row each",
     "similarity_scores": "microseconds after a quadratic search",
     "anchor_total": "one sum per head",
