@@ -10,7 +10,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
@@ -389,27 +389,36 @@ def check_attention(who: str, config: PreTrainedConfig) -> None:
         )
 
 
-# The models that are switched to the library's attention: by how many blocks and calls, and their attention before.
-_generating: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, _Configs]] = weakref.WeakKeyDictionary()
+#: Of models that are changed while blocks and calls need it: by how many, and what undoes the change.
+Users = weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, ExitStack]]
+_generating: Users = weakref.WeakKeyDictionary()  # those switched to the library's attention
 _switching = threading.Lock()
 
 
 @contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switch a model to the library's attention until the last of the concurrent blocks and calls ends."""
+def while_used(users: Users, model: PreTrainedModel, begin: Callable[[PreTrainedModel], ExitStack]) -> Iterator[None]:
+    """Change a model, by `begin`, until the last of the concurrent blocks and calls ends; then undo it."""
     with _switching:
-        if model not in _generating:
-            before = implementations(model)
-            use_attention(model)
-            _generating[model] = 0, before
-        calls, before = _generating[model]
-        _generating[model] = calls + 1, before
+        count, undo = users.get(model) or (0, begin(model))
+        users[model] = count + 1, undo
     try:
         yield
     finally:
         with _switching:
-            calls, before = _generating.pop(model)
-            if calls > 1:
-                _generating[model] = calls - 1, before
+            count, undo = users.pop(model)
+            if count > 1:
+                users[model] = count - 1, undo
             else:
-                restore(before)
+                undo.close()
+
+
+def own_attention(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Switch a model to the library's attention until the last of the concurrent blocks and calls ends."""
+    return while_used(_generating, model, _switched)
+
+
+def _switched(model: PreTrainedModel) -> ExitStack:
+    before, undo = implementations(model), ExitStack()
+    use_attention(model)
+    undo.callback(restore, before)
+    return undo

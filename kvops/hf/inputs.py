@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -20,33 +18,15 @@ from transformers import PreTrainedModel
 from ..methods import Policy
 from ..methods.view import LayerInputs
 from .arguments import by_name
-from .attention import eager, unwrap
+from .attention import Users, eager, unwrap, while_used
 from .cache import EvictingLayer, KVCache
 
-# The models with hooks: how many blocks and calls need them, and what removes them.
-_watched: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, ExitStack]] = weakref.WeakKeyDictionary()
-_watching = threading.Lock()
+_watched: Users = weakref.WeakKeyDictionary()  # the models with hooks
 
 
-@contextmanager
-def passing_inputs(model: torch.nn.Module, policy: Policy) -> Iterator[None]:
+def passing_inputs(model: torch.nn.Module, policy: Policy) -> AbstractContextManager[None]:
     """Pass token ids, hidden states and modules to the KVCaches of a model's calls, if the policy needs them."""
-    if not policy.needs.inputs:
-        yield
-        return
-    inner = unwrap("kvops.hf", model)
-    with _watching:
-        users, hooks = _watched.get(inner) or (0, _hooks(inner))
-        _watched[inner] = users + 1, hooks
-    try:
-        yield
-    finally:
-        with _watching:
-            users, hooks = _watched.pop(inner)
-            if users > 1:
-                _watched[inner] = users - 1, hooks
-            else:
-                hooks.close()
+    return while_used(_watched, unwrap("kvops.hf", model), _hooks) if policy.needs.inputs else nullcontext()
 
 
 def _hooks(model: PreTrainedModel) -> ExitStack:
