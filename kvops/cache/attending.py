@@ -122,11 +122,7 @@ class AttendingCache(Cache, kind="queries"):
             # The window spans several steps, so all its rows observe together, now.
             self._remember(view, self._queries, w, options, view.n - w if self.policy.protects_window else None)
         if view.observed is not None:
-            indices = self._rule.evict(view)
-            if indices is None:
-                self.state = view.state
-            else:
-                self._keep(indices, view)
+            self._done(self._rule.evict(view), view)
         self._due, self._observed = 0, []
 
     def _remember(

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
 from ..methods.budgets import budget_tokens
@@ -500,6 +499,10 @@ class Cache:
         self._ragged = self._reading = ragged.extended(self._since, k, v)
         self._unread, self._read_since = True, self._since + t
         self._length, self.seen = self._length + t, self.seen + t
+        if not self.frozen:
+            view = self._counting_view(t)
+            self._rule.remember(view)
+            self.state = view.state
         self._evict_step(t)
 
     def _evict_step(self, new: int) -> None:
@@ -507,11 +510,17 @@ class Cache:
         if self._stays(self.seen) or not self._may_evict(new):
             return
         view = self._stored(new=new)
-        indices = self._evict(view)
-        if indices is None:
-            self.state = view.state
-        else:
+        self._done(self._evict(view), view)
+
+    def _done(self, indices: Tensor | None, view: View) -> None:
+        """Apply what the policy decided on the stored slots. indices: the slots to keep; None: all."""
+        if indices is not None:
             self._keep(indices, view)
+        elif self._ragged is None:
+            self.state = view.state
+        else:  # the view has the values per slot in the order of its columns
+            per_slot = {name: x for name, x in self.state.items() if name in self.policy.needs.per_slot}
+            self.state = {**view.state, **per_slot}
 
     def _stays(self, seen: int) -> bool:
         """Whether nothing may be evicted after `seen` tokens, although the policy would.
@@ -552,6 +561,8 @@ class Cache:
         if self._prompt == self.seen and not self.frozen and (seen > self.seen + 1 or not self.seen):
             self._set_prompt(seen)
         view = self._view(k, v, pads, seen)
+        if not self.frozen:
+            self._rule.remember(view)
         indices = None if self._stays(seen) else self._evict(view)
         if indices is None:
             self._length, self.pads, self.seen, self.state = k.shape[2], pads, seen, view.state
@@ -570,6 +581,9 @@ class Cache:
             columns = self._columns(self._ragged)
             view = self._view(*self._ragged.rectangle(columns, torch.nan), None, self.seen, new=new)
             view.kept = self._positions(self._ragged, columns)
+            for name in self.policy.needs.per_slot:
+                if name in view.state:
+                    view.state[name] = self._in_columns(self._ragged, columns, view.state[name])
             return view
         if self._memory is None:
             raise RuntimeError(f"{self.name}: expected a cache with tokens, got an empty one; call append() first")
@@ -606,9 +620,20 @@ class Cache:
     def _positions(self, ragged: Ragged, columns: Tensor) -> Tensor:
         """Return the position of each column of heads that differ in length, int64 [b, Hk, width]; -1 in the gaps."""
         assert self._kept is not None  # heads differ because of an eviction
+        new = torch.arange(self._evicted_at, self.seen, device=columns.device).expand(*ragged.shape, -1)
+        positions = self._in_columns(ragged, columns, torch.cat((self._kept, new), 2))
+        return positions.where(columns.view(positions.shape) >= 0, -1)
+
+    def _in_columns(self, ragged: Ragged, columns: Tensor, values: Tensor) -> Tensor:
+        """Return the values of the slots in `columns`, [b, Hk, width]; arbitrary in the gaps.
+
+        values: [b, Hk, any], first those of the slots that the last eviction kept, as in `_kept`, then those of the
+        tokens since.
+        """
+        assert self._kept is not None  # heads differ because of an eviction
         columns, counts = columns.view(*ragged.shape, -1), ragged.counts.unsqueeze(-1)
-        old = pad(self._kept, (0, 1)).gather(2, columns.clamp(0, self._kept.shape[2]))
-        return torch.where(columns < counts, old, self._evicted_at + columns - counts).where(columns >= 0, -1)
+        at = torch.where(columns < counts, columns, self._kept.shape[2] + columns - counts)
+        return values.gather(2, at.clamp(min=0))
 
     def _evict(self, view: View) -> Tensor | None:
         """Return the slots to keep after a step has been stored; None to keep all."""
@@ -668,6 +693,8 @@ class Cache:
         order = torch.where(positions >= 0, positions, self.seen + view.n).sort(dim=-1, stable=True).indices
         self._kept = positions.gather(2, order)
         kept = indices.gather(2, order).where(self._kept >= 0, -1)
+        for name in self.policy.needs.per_slot:
+            view.state[name] = view.state[name].gather(2, kept.clamp(min=0))
         # A compressed prompt takes memory of its own size, as in `Memory`, until the next token comes.
         self._ragged = Ragged.of(view.k, view.v, kept, spare=view.new == 1)
         self._memory = self.pads = None
@@ -752,7 +779,8 @@ class Cache:
             self._memory = Memory(*(x.clone() for x in memory.first(length)))
         self._length = length
         self.seen = seen
-        per_slot = {name: self.state[name][:, :, :length] for name in self.policy.needs.per_slot if name in self.state}
+        held = since + (0 if self._kept is None else self._kept.shape[2])
+        per_slot = {name: self.state[name][:, :, :held] for name in self.policy.needs.per_slot if name in self.state}
         self.state = {**self.state, **per_slot}
         self._set_prompt(min(self._prompt, seen))
         if self.pads is not None:

@@ -46,6 +46,7 @@ Modules:
 - `drafts`: prompt lookup and assisted decoding
 - `weights`: `output_weights`
 - `shares`: `head_shares`
+- `gates`: `gate_data`
 - `inputs`: what attention modules are called with, for policies that read it
 - `conversation`: which tokens and which padding a cache has seen
 - `turns`: what `generate` shows of a conversation
@@ -79,6 +80,7 @@ from .attention import use_attention
 from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
+from .gates import gate_data
 from .generation import decode_greedily, lookahead, repeat, repeat_prompts
 from .requirements import for_model
 from .rope import model_rope
@@ -96,6 +98,7 @@ __all__ = [
     "continuous_batching",
     "decode_greedily",
     "for_model",
+    "gate_data",
     "generate",
     "lookahead",
     "model_rope",

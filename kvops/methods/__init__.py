@@ -4,6 +4,7 @@ from . import functions, table
 from .base import BudgetPolicy, Compressed, KeyPolicy, Needs, Policy
 from .budgets import entropy_budgets, head_budgets
 from .functions import *  # noqa: F403
+from .gates import Gates, fit_gates
 from .lacache import lacache_coverage
 from .protokv import lsh_projection
 from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
@@ -19,6 +20,7 @@ __all__ = [
     "BudgetPolicy",
     "CalibratedPolicy",
     "Compressed",
+    "Gates",
     "KeyPolicy",
     "LayerInputs",
     "Needs",
@@ -29,6 +31,7 @@ __all__ = [
     "View",
     "WindowPolicy",
     "entropy_budgets",
+    "fit_gates",
     "head_budgets",
     "lacache_coverage",
     "lsh_projection",

@@ -133,6 +133,8 @@ class Needs(NamedTuple):
         dense: K and V as tensors. False: the rule reads them by `View.block_table` too, so `compress` takes pages.
         positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
         per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
+            If heads differ in length, their values in the gaps (`View.gaps`) are arbitrary, and `evict` cannot change
+            them.
         model: The settings that `kvops.hf.for_model` takes from a model, or its tokenizer, if they are None: "w_o",
             "statistics", or KVzip's words.
         stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
@@ -341,6 +343,13 @@ class Policy:
         """
         raise NotImplementedError
 
+    def remember(self, view: View) -> None:
+        """What a cache calls after each step, before `evict`: notes in `view.state` what the step shows of its tokens.
+
+        The view may be without channels: if heads differ in length, their slots are not copied for it. Entries that
+        `Needs.per_slot` names get a column for each of the step's `view.new` tokens, after those that they have.
+        """
+
     def evict(self, view: View) -> Tensor | None:
         """The rule for caches, called after each step.
 
@@ -518,8 +527,8 @@ def _check_ragged(policy: Policy) -> None:
     """Raise ValueError if the heads of a cache with this policy cannot differ in length."""
     if not (policy.by_head or policy.needs.stage):
         why = "it keeps one set of tokens for all heads"
-    elif policy.needs.per_slot:
-        why = f"a cache does not move {policy.needs.per_slot} of heads that differ in length"
+    elif policy.needs.per_slot and type(policy).remember is Policy.remember:
+        why = f"its rule makes {policy.needs.per_slot} in `evict`, not in `remember`"
     elif policy.merge:
         why = "merge=True averages values over a rectangle of slots"
     elif policy.protect is not None:

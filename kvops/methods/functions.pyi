@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from kvops.methods.base import Compressed, LayerSpans, Policy
+from kvops.methods.gates import Gates
 from kvops.methods.kvzip import RepeatCall
 from kvops.methods.queries import QueryCall
 from kvops.methods.statistics import QueryStatistics
@@ -26,6 +27,8 @@ __all__ = [
     "h2o_compress_",
     "keydiff_compress",
     "keydiff_compress_",
+    "kvzap_compress",
+    "kvzap_compress_",
     "kvzip_compress",
     "kvzip_compress_",
     "l2_compress",
@@ -653,6 +656,106 @@ def keydiff_compress_(
     """`keydiff_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
 
     Takes the arguments of `keydiff_compress` except `out`.
+    """
+
+def kvzap_compress(
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    budget: int | float | Tensor,
+    *,
+    sinks: int = 4,
+    head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
+    buffer: int | float | None = 0.0625,
+    protect: Literal["prompt"] | None = None,
+    recent: int | float = 0.125,
+    gates: Gates | str | Path | None = None,
+    threshold: float | None = None,
+    **call: Unpack[LayerSpans],
+) -> Compressed:
+    """KVzap: keeps the tokens to which learned gates give the highest scores, or all above a threshold.
+
+    `kvops.KVzap` with these settings in one call of `compress`, which ignores settings of caches.
+
+    ```text
+    score[h, i] = gate of the layer(hidden state of token i)[h]          a prediction of log KVzip+ (`KVzip`)
+    ```
+
+    A token is scored once, by the hidden state that the layer's attention is called with when the token arrives. The
+    scores know no question. Nothing is computed from K and V, and a gate costs less than 1 % of its layer.
+
+    With a threshold, how much is kept follows from the text: a head keeps the tokens that its gate scores at least as
+    high, within the budget, with the tokens that are always kept. A budget of 1.0 sets no limit:
+
+    ```python
+    policy = kvops.KVzap(1.0, gates="model.safetensors", threshold=-4.0, recent=128, head_mode="adaptive")
+    ```
+
+    Args:
+        k: [b, Hk, n, d], torch.float32, float16, bfloat16 or fp8; [b, n, Hk, d] with layout="bnhd".
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
+        hidden: Floating point [b, n, hidden], what the layer's attention was called with, for all slots.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
+            cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
+            (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
+            -1. With a threshold: at most.
+        sinks: First tokens that are always kept; they count towards the budget.
+        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
+            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+        buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
+            in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
+            every new token. A step of several tokens is part of a prompt and evicts at once. With a threshold a cache
+            evicts in decode after this many tokens.
+        protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
+            the tokens after it. The prompt is what the steps before the first step of a single token append; later
+            turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
+        recent: Newest tokens that are always kept (int), or a fraction in [0, 1) of the budget (float); they count
+            towards the budget. With head_mode="adaptive" each head protects this fraction of its own budget, in a cache
+            of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
+            every head.
+        gates: `Gates` of the model (`kvops.fit_gates`), or the path of their file, which is read at once: one that
+            `Gates.save` wrote, or the model.safetensors of a published KVzap model. Required.
+        threshold: The least score of a token that is kept, with head_mode="adaptive" and `recent` in tokens. KVzap's
+            gates predict logarithms: -4 keeps what adds at least 1.8 % to a hidden state. None: only the budget counts.
+        **call: starts, lengths, fill_invalid, out, layout, layer, num_layers; see `Spans` and `LayerSpans`. With gates
+            of several layers `layer` must be given.
+
+    Returns:
+        (k, v, indices) of the kept slots; see `Compressed`.
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: KVzap, Jegou and Jeblick, 2026.
+    """
+
+def kvzap_compress_(
+    k: Tensor,
+    v: Tensor,
+    hidden: Tensor,
+    budget: int | float | Tensor,
+    *,
+    sinks: int = 4,
+    head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
+    buffer: int | float | None = 0.0625,
+    protect: Literal["prompt"] | None = None,
+    recent: int | float = 0.125,
+    gates: Gates | str | Path | None = None,
+    threshold: float | None = None,
+    **call: Unpack[LayerSpans],
+) -> Compressed:
+    """`kvzap_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
+
+    Takes the arguments of `kvzap_compress` except `out`.
     """
 
 def kvzip_compress(

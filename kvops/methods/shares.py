@@ -7,13 +7,12 @@ measures one, and a file keeps it.
 
 from __future__ import annotations
 
-import functools
-import os
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .stored import from_file
 from .view import View
 
 #: Floating point [layers, Hk], or the path of a file that `save_shares` wrote.
@@ -74,7 +73,7 @@ def check_layers_of_shares(op: str, shares: Shares, num_layers: int) -> None:
 
 
 def _table(op: str, shares: Shares) -> Tensor:
-    return shares if isinstance(shares, Tensor) else _read(op, shares)
+    return shares if isinstance(shares, Tensor) else from_file(op, "shares", shares, _load)
 
 
 def save_shares(shares: Tensor, path: str | Path) -> None:
@@ -96,26 +95,17 @@ def save_shares(shares: Tensor, path: str | Path) -> None:
     save_file({_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()}, path)
 
 
-def _read(op: str, path: str | Path) -> Tensor:
-    try:
-        x = os.stat(path)
-        return _loaded(os.path.realpath(path), (x.st_mtime_ns, x.st_size, x.st_ino))
-    except (OSError, ValueError) as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{op}: shares must be the path of a file that save_shares wrote: {error}") from error
-
-
-@functools.lru_cache(4)
-def _loaded(path: str, version: tuple[int, ...]) -> Tensor:
-    """The shares in a version of a file, one of those read last."""
+def _load(path: str) -> Tensor:
+    """The shares in a file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    expected = "expected a file that save_shares wrote, got one"
     try:
         found = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file: {error}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{expected} that is not safetensors: {error}") from error
     if set(found) != {_NAME}:
-        raise ValueError(f"{path} must have one tensor {_NAME!r}, got {sorted(found)}")
-    _check_values(path, found[_NAME])
+        raise ValueError(f"{expected} with the tensors {sorted(found)}")
+    _check_values("save_shares", found[_NAME])
     return found[_NAME]

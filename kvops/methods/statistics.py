@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import threading
@@ -18,6 +17,7 @@ from ..ops import rope_at_slots
 from ..ops.checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops.rope import Rope
 from .base import KeyPolicy, Needs
+from .stored import from_file
 from .view import OfLayer, View
 
 FORMAT = "kvops query statistics 1"
@@ -364,19 +364,7 @@ def resolved(who: str, statistics: QueryStatistics | str | Path | None) -> Query
         )
     if isinstance(statistics, QueryStatistics):
         return statistics
-    try:
-        path = os.path.realpath(statistics)
-        x = os.stat(path)
-    except (OSError, ValueError) as error:
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
-        raise kind(f"{who}: statistics must be the path of a file, got {str(statistics)!r}: {error}") from error
-    return _loaded(path, (x.st_mtime_ns, x.st_size, x.st_ino))
-
-
-@functools.lru_cache(4)
-def _loaded(path: str, version: tuple[int, ...]) -> QueryStatistics:
-    """The statistics in a version of a file, one of those read last."""
-    return QueryStatistics.load(path)
+    return from_file(who, "statistics", statistics, QueryStatistics.load)
 
 
 def pairs_of(x: Tensor, rope: Rope) -> Tensor:

@@ -8,6 +8,7 @@ from .defensivekv import DefensiveKV
 from .expected_attention import ExpectedAttention
 from .h2o import H2O, TOVA
 from .keydiff import KeyDiff
+from .kvzap import KVzap
 from .kvzip import KVzip
 from .lacache import LaCache
 from .lagkv import LagKV
@@ -27,6 +28,7 @@ __all__ = [
     "ExpectedAttention",
     "Full",
     "H2O",
+    "KVzap",
     "KVzip",
     "KeyDiff",
     "L2",
@@ -56,6 +58,7 @@ FAMILIES = (
     "window attention",
     "accumulated attention",
     "calibrated queries",
+    "learned gates",
 )
 
 _LAGKV = "LagKV, Liang et al., 2025"
@@ -78,6 +81,7 @@ METHODS.update(
         "laq++": Entry("LAQ++", LAQ, "lookahead", _LAQ, {"window": 8}),
         "kvzip": Entry("KVzip", KVzip, "lookahead", "KVzip, Kim et al., 2025"),
         "kvzip+": Entry("KVzip+", KVzip, "lookahead", "KVzap, Jegou and Jeblick, 2026", {"plus": True}),
+        "kvzap": Entry("KVzap", KVzap, "learned gates", "KVzap, Jegou and Jeblick, 2026"),
         "keydiff": Entry("KeyDiff", KeyDiff, "keys alone", _KEYDIFF),
         "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),
         "protokv": Entry("ProtoKV", ProtoKV, "prototypes", _PROTOKV),

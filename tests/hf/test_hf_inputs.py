@@ -52,11 +52,10 @@ class Gate(kvops.KeyPolicy):
     def scores(self, view):
         return view.state["scores"]
 
-    def evict(self, view):
+    def remember(self, view):
         new = (view.hidden.float() @ self.gates[view.layer]).transpose(1, 2)
         old = view.state.get("scores", new[:, :, :0])
         view.state["scores"] = torch.cat((old, new), 2)
-        return super().evict(view)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,5 +79,10 @@ def test_gates(ported):
         cache = layer.cache
         assert torch.equal(cache.positions[0, :, :20], best(want[cache.layer], 20))
         assert cache.state["scores"].shape == cache.k.shape[:3]
-    with pytest.raises(ValueError, match="Gates: a cache does not support head_mode='adaptive', because"):
-        kvops.hf.compress(model, ported["Gates"](20, gates=gates, head_mode="adaptive")).enable()
+    shared = ported["Gates"](20, gates=gates, buffer=None, head_mode="adaptive")
+    with kvops.hf.compress(model, shared) as compressed:
+        model.generate(ids, **GREEDY)
+    for layer in compressed.cache.evicting_layers:
+        kept, scores = layer.cache.positions[0], torch.stack(want)[layer.cache.layer]
+        for head, count in enumerate(kvops.head_budgets(scores[None].float(), 20, 0)[0].tolist()):
+            assert torch.equal(kept[head, :count], best(scores, count)[head])

@@ -37,6 +37,7 @@ SETTINGS = {
     "lacache": dict(budget=48, layer=1, num_layers=8),
     "pyramidkv": dict(budget=24, layer=1, num_layers=4),
     "kvzip": dict(budget=24, k_repeat=torch.ones(B, HEADS, 8, D)),
+    "kvzap": dict(budget=24, recent=4, gates=kvops.Gates([[torch.ones(HEADS, D), torch.ones(HEADS)]])),
     "criticalkv": dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D)),
     "defensivekv": dict(budget=24, w_o=torch.ones(8, 2 * HEADS * D)),
     "satkv": dict(budget=40),
@@ -52,6 +53,14 @@ CALLS = {  # name: (whether it takes queries, settings)
 }
 
 
+def call_of(name, q):
+    """Return the positional arguments after K and V, and the settings."""
+    needs_queries, options = CALLS[name]
+    if name == "kvzap":
+        return (q[:, 0].repeat(1, N // 8, 1),), options
+    return ((q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()), options
+
+
 def test_every_method_is_called():
     assert sorted(f"{name}_compress{end}" for name in CALLS for end in ("", "_")) == sorted(
         x for x in kvops.__all__ if x.rstrip("_").endswith("_compress")
@@ -60,10 +69,9 @@ def test_every_method_is_called():
 
 @pytest.mark.parametrize("name", CALLS)
 def test_bnhd_is_bhnd_transposed(name, kv, q):
-    needs_queries, options = CALLS[name]
-    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    queries, options = call_of(name, q)
     want = getattr(kvops, name + "_compress")(*kv, *queries, **options)
-    k, v, *rest = (x.transpose(1, 2).contiguous() for x in (*kv, *queries))
+    k, v, *rest = (x.transpose(1, 2).contiguous() if x.dim() == 4 else x for x in (*kv, *queries))
     options = {
         key: x.transpose(1, 2) if isinstance(x, torch.Tensor) and x.dim() == 4 else x for key, x in options.items()
     }
@@ -153,8 +161,7 @@ def test_compiles_without_graph_breaks(name, kv, q, monkeypatch):
 
     monkeypatch.setattr(FrozenDataClassVariable, "var_getattr", var_getattr)
     torch.compiler.reset()
-    needs_queries, options = CALLS[name]
-    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    queries, options = call_of(name, q)
     call = functools.partial(getattr(kvops, name + "_compress"), **options)
     compiled = torch.compile(lambda *x: call(*x), fullgraph=True, backend="eager")
     want = call(*kv, *queries)
@@ -185,8 +192,7 @@ def test_settings_are_passed_in_the_order_of_all_fields_or_by_name(name, kv, q, 
         policies += policy.__subclasses__()
         if "__init__" in vars(policy):
             monkeypatch.setattr(policy, "__init__", checked(policy.__init__))
-    needs_queries, options = CALLS[name]
-    queries = (q[:, :, -1:] if name == "tova" else q,) if needs_queries else ()
+    queries, options = call_of(name, q)
     getattr(kvops, name + "_compress")(*kv, *queries, **options)
     assert created
 

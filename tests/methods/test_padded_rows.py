@@ -42,6 +42,8 @@ def queries(policy: kvops.Policy, q: torch.Tensor, n: int) -> tuple[tuple, dict]
     if isinstance(policy, kvops.KVzip):
         hidden = dict(hidden_repeat=q[:, 0, :n] - 1) if policy.plus else {}
         return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1, **hidden)
+    if isinstance(policy, kvops.KVzap):
+        return (q[:, 0],), {}
     if isinstance(policy, kvops.LAQ):
         window = dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
         return (q[:, :, -5:] + 1,), window
@@ -59,7 +61,7 @@ def test_one_shot(policy, firsts, layer):
     padded = (x.masked_fill(~inside[:, None, :, None], torch.nan) for x in (k, v))
     rows = [slice(s, s + n) for s, n in zip(firsts, ROWS)]
     own = q  # all rows of H2O's and KVzip's queries
-    if not isinstance(policy, (kvops.H2O, kvops.KVzip)):  # the queries of each row's last tokens
+    if not isinstance(policy, (kvops.H2O, kvops.KVzip, kvops.KVzap)):  # the queries of each row's last tokens
         own = torch.stack([pad(q[i, :, row], (0, 0, N - n, 0)) for i, (row, n) in enumerate(zip(rows, ROWS))])
     given, options = queries(policy, own, N)
     spans = dict(starts=kit.int32(*firsts), lengths=kit.int32(*ROWS))
@@ -81,9 +83,11 @@ def test_cache(policy, layer):
     for first, n in ((pads.tolist(), N), ([0] * len(ROWS), TURN)):
         q, k, v = inputs(n, seed=n)
         outside = (torch.arange(n) < torch.tensor(first)[:, None])[:, None, :, None]
-        out = together.attend(*(x.masked_fill(outside, torch.nan) for x in (q, k, v)))
+        inputs_of = [kvops.LayerInputs(q[i : i + 1, 0, start:]) for i, start in enumerate(first)]
+        every = kvops.LayerInputs(q[:, 0].masked_fill(outside[:, 0], torch.nan))
+        out = together.attend(*(x.masked_fill(outside, torch.nan) for x in (q, k, v)), inputs=every)
         for i, (start, cache) in enumerate(zip(first, alone)):
-            expected = cache.attend(*(x[i : i + 1, :, start:] for x in (q, k, v)))
+            expected = cache.attend(*(x[i : i + 1, :, start:] for x in (q, k, v)), inputs=inputs_of[i])
             torch.testing.assert_close(out[i, :, start:], expected[0])
             left = int(together.pads[i]) if together.pads is not None else 0
             assert torch.equal(together.positions[i, :, left:] - pads[i], cache.positions[0])

@@ -37,6 +37,8 @@ STATISTICS = [os.path.join(tempfile.mkdtemp(), f"{i}.safetensors") for i in rang
 for _i, _path in enumerate(STATISTICS):
     _queries = torch.randn(1, 4, 50, 16, generator=torch.Generator().manual_seed(_i)) + _i
     kvops.QueryStatistics.of([_queries] * 4, kvops.Rope.of(16)).save(_path)
+#: Of 4 layers, 2 KV heads and 16 channels.
+GATES = [kvops.Gates([[kit.randn(2, 16, seed=i + j), kit.randn(2)] for j in range(4)]) for i in range(2)]
 #: Settings for 60 tokens: of a policy that is not here, a budget of 20.
 CHOSEN = {
     kvops.Full: {},
@@ -46,6 +48,7 @@ CHOSEN = {
     kvops.LaCache: dict(budget=24, span=2, overlap=0, sinks=2),
     kvops.LAQ: dict(budget=20, steps=5),
     kvops.KVzip: dict(budget=20, sinks=2, w_o=torch.ones(24, 4 * 8).cumsum(0)),
+    kvops.KVzap: dict(budget=20, sinks=2, recent=3, gates=GATES[0]),
     kvops.KeyDiff: dict(budget=20, sinks=2, refresh=30),
     kvops.ProtoKV: dict(budget=20, window=4, num_sats=4, num_chunks=6, buffer=5, alpha=2),
     kvops.SATKV: dict(budget=20, window=4, buffer=3),
@@ -97,6 +100,8 @@ def call_of(policy, q):
         return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1, **hidden)
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
+    if isinstance(policy, kvops.KVzap):
+        return (q[:, 0],), dict(layer=1, num_layers=4)
     by_layer = kvops.LaCache, kvops.PyramidKV, kvops.CalibratedPolicy
     layer = dict(layer=1, num_layers=4) if isinstance(policy, by_layer) else {}
     if isinstance(policy, kvops.H2O):
@@ -262,6 +267,7 @@ OTHER = {
     "cluster_reduce": "sum",
     "stage1": kvops.Full(),
     "statistics": STATISTICS[1],
+    "gates": GATES[1],
     "kernel_size": 5,
     "skip_layers": (0,),
     "instruction": (7, 8),
@@ -285,6 +291,8 @@ def changed(policy, name):
         return replace(policy, head_mode="adaptive", scope="model")
     if name == "shares":
         return replace(policy, head_mode="adaptive", shares=SHARES)
+    if name == "threshold" and isinstance(policy, kvops.KVzap):
+        return replace(policy, head_mode="adaptive", threshold=-4.0)
     if name == "score" and isinstance(policy, kvops.DefensiveKV):
         return replace(policy, score="dot", stages=False)
     if name in OTHER:
@@ -391,6 +399,7 @@ WRONG = {
     "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
     "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
     "plus": FLAG,
+    "gates": [(3, TypeError), ([torch.zeros(2, 3)], TypeError)],
     "stages": FLAG,
     "first_stage_mass": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
     "first_stage_ratio": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
@@ -565,6 +574,9 @@ def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
     elif mode == "shared":
         return
     q, k, v = inputs(7)
+    if isinstance(policy, kvops.KVzap):  # its gates are those of all heads
+        assert not policy.heads_alone
+        return
     queries, options = call_of(policy, q)
     together = kept(policy.compress(k, v, *queries, **options))
 
@@ -669,7 +681,11 @@ def test_caches_with_budgets_per_head(policy):
         kvops.Cache(replace(policy, budget=kit.int32(20, 20).view(1, 2)))
     adaptive = replace(policy, head_mode="adaptive")
     if isinstance(policy, (kvops.H2O, kvops.TOVA)):
-        why = "does not move .'scores',." if isinstance(policy, kvops.H2O) else "one set of tokens for all heads"
+        why = (
+            "its rule makes .'scores',. in `evict`"
+            if isinstance(policy, kvops.H2O)
+            else "one set of tokens for all heads"
+        )
         with kit.refuses(f"{policy.name}: a cache does not support head_mode='adaptive'", why):
             kvops.Cache(adaptive)
         return
@@ -687,8 +703,8 @@ def test_policies_by_name(name):
     entry = kvops.METHODS[name]
     settings = {x: y for x, y in SETTINGS[entry.policy].items() if x not in entry.defaults}
     assert kvops.policy(name, **settings) == POLICIES[name]
-    text = ",".join(f"{x}={y}" for x, y in settings.items() if "," not in str(y) and y != ())
-    rest = {x: y for x, y in settings.items() if "," in str(y) or y == ()}
+    rest = {x: y for x, y in settings.items() if "," in str(y) or y == () or x == "gates"}
+    text = ",".join(f"{x}={y}" for x, y in settings.items() if x not in rest)
     assert kvops.policy(f"{name}:{text}", **rest) == POLICIES[name]
 
 
@@ -932,16 +948,21 @@ def test_a_name_without_settings():
 # No state
 
 
+def step(cache, q, k, v, first, last):
+    q, k, v = (x[:, :, first:last] for x in (q, k, v))
+    return cache.attend(q, k, v, inputs=kvops.LayerInputs(q[:, 0]))
+
+
 def answer(policy, seed):
     """Return the slots kept by a cache after a prompt and 30 tokens, and by one call."""
     q, k, v = inputs(seed, 90)
     cache = kvops.Cache(policy, layer=2, num_layers=4)
-    out = [cache.attend(*(x[:, :, :N] for x in (q, k, v)))]
+    out = [step(cache, q, k, v, 0, N)]
     if isinstance(policy, kvops.LAQ):
         draft = cache.draft()
-        out += [draft.attend(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(N, N + 5)]
+        out += [step(draft, q, k, v, i, i + 1) for i in range(N, N + 5)]
         cache.evict(draft)
-    out += [cache.attend(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(N, 90)]
+    out += [step(cache, q, k, v, i, i + 1) for i in range(N, 90)]
     queries, options = call_of(policy, q)
     return [cache.positions, cache.k, cache.v, *out, *policy.compress(k, v, *queries, **options)]
 
@@ -977,10 +998,10 @@ def test_caches_of_one_policy_take_turns(policy):
     caches, twins = ([kvops.Cache(p, layer=2, num_layers=4) for p in (policy, x)] for x in (policy, replace(policy)))
     for first, last in ((0, N), *((i, i + 1) for i in range(N, 90))):
         for cache, x in zip(caches, both):
-            cache.attend(*(y[:, :, first:last] for y in x))
+            step(cache, *x, first, last)
     for twin, x in zip(twins, both):
         for first, last in ((0, N), *((i, i + 1) for i in range(N, 90))):
-            twin.attend(*(y[:, :, first:last] for y in x))
+            step(twin, *x, first, last)
     for cache, twin in zip(caches, twins):
         assert kit.same((cache.k, cache.v, cache.positions), (twin.k, twin.v, twin.positions))
 

@@ -29,6 +29,7 @@ CHOSEN = [
     kvops.ProtoKV(BUDGET, window=5, alpha=4, num_chunks=4, num_sats=4, kappa=2, **OPTIONS),
     kvops.TriAttention(BUDGET, recent=4, statistics=STATISTICS, **OPTIONS),
     kvops.ExpectedAttention(BUDGET, future=8, statistics=STATISTICS, **OPTIONS),
+    kvops.KVzap(BUDGET, gates=kvops.Gates([[kit.randn(HEADS, D), kit.randn(HEADS)]]), **OPTIONS),
 ]
 DECODE = dict.fromkeys(x.policy for x in kvops.METHODS.values() if "buffer" in {y.name for y in fields(x.policy)})
 OTHERS = [x(BUDGET, **OPTIONS) for x in DECODE if x not in {type(y) for y in CHOSEN}]
@@ -45,7 +46,8 @@ def feed(cache, x, steps):
     """Take the tokens x in steps of these lengths."""
     for t in steps:
         seen = cache.seen
-        cache.attend(*(part[:, :, seen : seen + t] for part in x))
+        q, k, v = (part[:, :, seen : seen + t] for part in x)
+        cache.attend(q, k, v, inputs=kvops.LayerInputs(q[:, 0]))
 
 
 @every_policy

@@ -173,12 +173,12 @@ def test_files(tmp_path):
     negative = tmp_path / "negative"
     save_file({"shares": -SHARES}, negative)
     for file, says in (
-        (tmp_path, "must be the path of a file"),
-        (broken, "is no safetensors file"),
-        (other, r"must have one tensor 'shares', got \['more', 'shares'\]"),
+        (tmp_path, "expected a file that save_shares wrote"),
+        (broken, "got one that is not safetensors"),
+        (other, r"with the tensors \['more', 'shares'\]"),
         (negative, "shares must be finite, at least 0"),
     ):
-        with kit.refuses("KeyDiff: shares must be the path of a file that save_shares wrote", says):
+        with kit.refuses(f"KeyDiff: shares='{file}': ", says):
             replace(named, shares=str(file)).compress(k, v, **place)
     with pytest.raises(FileNotFoundError, match="KeyDiff: shares must be the path of a file"):
         replace(named, shares=str(tmp_path / "none")).compress(k, v, **place)

@@ -1,0 +1,281 @@
+"""Learned gates: small networks that predict from a token's hidden state how much its keys and values will matter.
+
+A gate is a linear map, or two with a GELU between them, from the hidden state that a layer's attention is called with
+to a score for each of its KV heads. `fit_gates` fits them to the scores of a method that is too slow to run on each
+prompt, such as KVzip+ (`kvops.hf.gate_data`).
+
+Source: "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", Jegou and Jeblick, 2026, whose files `Gates.load` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear
+
+from ..ops.checks import MAX_LAYERS, check_finite, check_int, inference_only, plain
+
+WHO = "Gates"
+#: Tokens that a gate scores at a time, so that what it computes in fp32 stays small beside the prompt's keys.
+TOKENS = 4096
+#: Of the training of two maps: passes over the tokens, tokens per step, and the highest learning rate.
+EPOCHS, BATCH, RATE = 15, 512, 5e-3
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """The gates of all layers that evict.
+
+    ```text
+    score = W h + b                       (W, b)
+    score = W2 gelu(W1 h + b1) + b2       (W1, b1, W2, b2)
+    ```
+
+    Attributes:
+        layers: For each layer that evicts, in order, its weights and biases as torch.nn.Linear stores them: floating
+            point [Hk, hidden] and [Hk]; or [width, hidden], [width], [Hk, width] and [Hk]. They are used in fp32.
+
+    Raises:
+        TypeError: `layers` is not a list of lists of tensors.
+        ValueError: A layer has other tensors, shapes or values.
+    """
+
+    layers: Sequence[Sequence[Tensor]]
+    _made: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False)  # on their devices
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, (list, tuple)) or not self.layers:
+            raise TypeError(f"{WHO}: layers must be a list with the tensors of each layer, got {self.layers!r}")
+        for i, layer in enumerate(self.layers):
+            _check_layer(i, layer)
+        object.__setattr__(self, "layers", tuple(tuple(x.detach() for x in layer) for layer in self.layers))
+
+    def __repr__(self) -> str:
+        first = self.layers[0]
+        width = "" if len(first) == 2 else f" -> {len(first[0])}"
+        return f"Gates({len(self.layers)} layers: {first[0].shape[1]}{width} -> {len(first[-1])})"
+
+    def scores(self, hidden: Tensor, layer: int) -> Tensor:
+        """Score tokens: fp32 [b, Hk, t].
+
+        Args:
+            hidden: Floating point [b, t, hidden], what the layer's attention is called with.
+            layer: The layer, counted over those that evict.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: There is no gate for this layer, or it is for another hidden size.
+        """
+        check_int(WHO, "layer", layer, 0)
+        if layer >= len(self.layers):
+            raise ValueError(f"{WHO}: layer must be one of the {len(self.layers)} with a gate, got {layer}")
+        inference_only(WHO, hidden=hidden)
+        size = self.layers[layer][0].shape[1]
+        if hidden.dim() != 3 or hidden.shape[2] != size or not hidden.is_floating_point():
+            raise ValueError(
+                f"{WHO}: hidden must be floating point [b, t, {size}], got {hidden.dtype} {list(hidden.shape)}"
+            )
+        key = layer, hidden.device
+        if key not in self._made:
+            self._made[key] = tuple(x.to(hidden.device, torch.float32) for x in self.layers[layer])
+        parts = [_apply(self._made[key], x.float()) for x in hidden.split(TOKENS, 1)]
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2).contiguous()
+
+    def save(self, path: str | Path) -> None:
+        """Write the gates to a safetensors file. An existing file is replaced when the new one is complete."""
+        from safetensors.torch import save_file
+
+        tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in self._named()}
+        new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
+        try:
+            save_file(tensors, new, {"format": "pt"})
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The tensors by their names in a file, which are those of a torch.nn.ModuleList named layers."""
+        kinds = ("weight", "bias")
+        return [
+            (f"layers.{i}.{f'{j // 2 * 2}.' * (len(layer) > 2)}{kinds[j % 2]}", x)
+            for i, layer in enumerate(self.layers)
+            for j, x in enumerate(layer)
+        ]
+
+    @staticmethod
+    def load(path: str | Path) -> Gates:
+        """Read gates from a safetensors file: one that `save` wrote, or a published KVzap model (model.safetensors).
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            ValueError: The file holds something else.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"{WHO}: path must be a str or a Path, got {type(path).__name__}")
+        try:
+            found = load_file(path)
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{WHO}: {path} must be a safetensors file: {error}") from error
+        layers: dict[int, list[Tensor]] = {}
+        for name in sorted(found, key=_order):
+            if (place := _order(name))[0] < 0:
+                raise ValueError(f"{WHO}: {path} does not hold gates: expected layers.<i>.., got tensor {name!r}")
+            layers.setdefault(place[0], []).append(found[name])
+        try:
+            gates = Gates([layers[i] for i in sorted(layers)])
+            if sorted(layers) != list(range(len(layers))) or {x for x, _ in gates._named()} != set(found):
+                raise ValueError(
+                    f"expected {gates._named()[-1][0]} as the last of its tensors, got {sorted(found)[:8]}"
+                )
+        except (TypeError, ValueError) as error:
+            why = str(error).removeprefix(f"{WHO}: ")
+            raise ValueError(f"{WHO}: {path} does not hold gates: {why}") from error
+        return gates
+
+
+def _order(name: str) -> tuple[int, int, bool]:
+    """The layer, the place in it, and whether it is a bias, from a tensor's name; -1 for another name."""
+    found = re.fullmatch(r"layers\.(\d{1,4})\.(?:(\d)\.)?(weight|bias)", name)
+    return (int(found[1]), int(found[2] or 0), found[3] == "bias") if found else (-1, 0, False)
+
+
+def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
+    if i >= MAX_LAYERS:
+        raise ValueError(f"{WHO}: layers must be at most {MAX_LAYERS}, got more")
+    if not isinstance(layer, (list, tuple)) or not all(isinstance(x, Tensor) for x in layer):
+        raise TypeError(f"{WHO}: layer {i} must be a list of torch.Tensor, got {type(layer).__name__}")
+    shapes = [list(x.shape) for x in layer]
+    sizes = [x.shape[0] if x.dim() else 0 for x in layer]
+    fits = len(layer) in (2, 4) and all(
+        w.dim() == 2 and w.numel() and list(b.shape) == [len(w)] for w, b in zip(layer[::2], layer[1::2])
+    )
+    if not fits or (len(layer) == 4 and layer[2].shape[1] != sizes[0]):
+        raise ValueError(
+            f"{WHO}: layer {i} must have tensors [Hk, hidden] and [Hk], or [width, hidden], [width], [Hk, width] and "
+            f"[Hk], got {shapes}"
+        )
+    for x in layer:
+        if not x.is_floating_point() or x.is_meta or not x.isfinite().all():
+            raise ValueError(f"{WHO}: layer {i} must be floating point with finite values, got {x.dtype}")
+
+
+def _apply(layer: Sequence[Tensor], x: Tensor) -> Tensor:
+    """fp32 [.., hidden] -> [.., Hk]."""
+    first, *second = zip(layer[::2], layer[1::2])
+    x = linear(x, *first)
+    return linear(gelu(x), *second[0]) if second else x
+
+
+def fit_gates(
+    hidden: Sequence[Tensor],
+    scores: Sequence[Tensor],
+    *,
+    width: int | None = None,
+    ridge: float = 1e-3,
+    seed: int = 0,
+) -> Gates:
+    """Fit gates to the scores of tokens, layer by layer, by the squared error.
+
+    Linear gates solve a ridge regression, in fp64:
+
+    ```text
+    W = Y^T X (X^T X + ridge * tokens * mean variance of X's channels * I)^-1        X, Y: without their means
+    ```
+
+    Gates of two maps are trained from random weights, by AdamW with a cosine schedule over 15 passes. A layer of
+    SmolLM2 (576 channels, 72 between) and 50,000 tokens take about five seconds on a CPU.
+
+    Args:
+        hidden: Floating point [tokens, hidden] for each layer that evicts.
+        scores: Floating point [tokens, Hk] for each layer, finite; KVzap's are logarithms.
+        width: The channels between two maps; None: one linear map.
+        ridge: See above; linear gates only.
+        seed: Of the random weights and the order of the tokens; global random state stays as it is.
+
+    Returns:
+        The gates, fp32 on the CPU.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: The layers differ in number, or a layer's tensors in tokens; a tensor has another shape or values
+            that are not finite.
+
+    Source: KVzap, Jegou and Jeblick, 2026, Sec. 3. There ridge is a constant, and X is not scaled.
+    """
+    op = "fit_gates"
+    check_finite(op, "ridge", ridge, 0)
+    if plain(ridge) == 0:
+        raise ValueError(f"{op}: ridge must be greater than 0, got {ridge}")
+    check_int(op, "seed", seed, 0)
+    if width is not None:
+        check_int(op, "width", width, 1)
+    for name, tensors in (("hidden", hidden), ("scores", scores)):
+        if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, Tensor) for x in tensors):
+            raise TypeError(f"{op}: {name} must be a list of torch.Tensor, one per layer, got {type(tensors).__name__}")
+    if len(hidden) != len(scores) or not hidden:
+        raise ValueError(f"{op}: hidden and scores must have the same layers, got {len(hidden)} and {len(scores)}")
+    for i, (x, y) in enumerate(zip(hidden, scores)):
+        if x.dim() != 2 or y.dim() != 2 or len(x) != len(y) or not x.numel() or not y.numel():
+            raise ValueError(
+                f"{op}: layer {i} must have hidden [tokens, hidden] and scores [tokens, Hk], got {list(x.shape)} and "
+                f"{list(y.shape)}"
+            )
+        if not (x.is_floating_point() and y.is_floating_point() and x.isfinite().all() and y.isfinite().all()):
+            raise ValueError(f"{op}: hidden and scores of layer {i} must be floating point and finite")
+    with torch.inference_mode(False):
+        if width is None:
+            return Gates([_ridge(x.detach(), y.detach(), plain(ridge)) for x, y in zip(hidden, scores)])
+        pairs = enumerate(zip(hidden, scores))
+        return Gates([_trained(x.detach(), y.detach(), plain(width), plain(seed) + i) for i, (x, y) in pairs])
+
+
+def _ridge(x: Tensor, y: Tensor, ridge: float) -> list[Tensor]:
+    """The weights and biases of a linear gate."""
+    x, y = x.double(), y.double()
+    x_mean, y_mean = x.mean(0), y.mean(0)
+    x = x - x_mean
+    gram = x.mT @ x
+    gram.diagonal().add_(max(ridge * gram.diagonal().mean().item(), 1e-300))  # equal tokens have no variance
+    weight = torch.linalg.solve(gram, x.mT @ (y - y_mean)).mT
+    return [w.float().cpu() for w in (weight, y_mean - weight @ x_mean)]
+
+
+def _trained(x: Tensor, y: Tensor, width: int, seed: int) -> list[Tensor]:
+    """The weights and biases of a gate of two maps, trained on hidden states and scores of unit variance."""
+    y = y.float()
+    mean, std = x.float().mean(0), x.float().std(0, correction=0).clamp(min=1e-6)
+    y_mean, y_std = y.mean(0), y.std(0, correction=0).clamp(min=1e-6)
+    target = (y - y_mean) / y_std
+    random = torch.Generator().manual_seed(seed)
+    sizes = (width, x.shape[1]), (width,), (y.shape[1], width), (y.shape[1],)
+    maps = [torch.randn(s, generator=random) / math.sqrt(s[1]) if len(s) == 2 else torch.zeros(s) for s in sizes]
+    maps = [w.to(x.device).requires_grad_() for w in maps]
+    optimizer = torch.optim.AdamW(maps, lr=RATE)
+    steps = EPOCHS * -(-len(x) // BATCH)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    with torch.enable_grad():
+        for _ in range(EPOCHS):
+            for at in torch.randperm(len(x), generator=random).split(BATCH):
+                loss = (_apply(maps, (x[at].float() - mean) / std) - target[at]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(maps, 1.0)
+                optimizer.step()
+                schedule.step()
+    w1, b1, w2, b2 = (w.detach() for w in maps)
+    w1 = w1 / std  # of hidden states as they are
+    return [w.cpu() for w in (w1, b1 - w1 @ mean, w2 * y_std[:, None], b2 * y_std + y_mean)]

@@ -1,0 +1,36 @@
+"""Settings that a policy takes as the path of a file."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+T = TypeVar("T")
+
+
+def from_file(who: str, setting: str, path: str | Path, load: Callable[[str], T]) -> T:
+    """What `load` reads from a file. Those read last are remembered, and read again once they have changed.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The path is invalid, or `load` raises it.
+    """
+    try:
+        real = os.path.realpath(path)
+        x = os.stat(real)
+    except (OSError, ValueError) as error:
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{who}: {setting} must be the path of a file, got {str(path)!r}: {error}") from error
+    try:
+        return cast(T, _loaded(load, real, (x.st_mtime_ns, x.st_size, x.st_ino)))
+    except ValueError as error:
+        raise ValueError(f"{who}: {setting}={str(path)!r}: {error}") from error
+
+
+@functools.lru_cache(8)
+def _loaded(load: Callable[[str], Any], path: str, version: tuple[int, ...]) -> Any:
+    """version: of the file."""
+    return load(path)

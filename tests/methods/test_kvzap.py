@@ -1,0 +1,382 @@
+"""KVzap and learned gates: scores, fits and files against formulas in fp64, caches against single calls."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+import kit
+import kvops
+
+pytestmark = kit.every_device
+LAYERS, HEADS, SIZE, WIDTH = 3, 2, 24, 5
+
+
+def linear_gates(seed=0, layers=LAYERS):
+    return kvops.Gates([[kit.randn(HEADS, SIZE, seed=seed + i), kit.randn(HEADS, seed=9 + i)] for i in range(layers)])
+
+
+def deep_gates(seed=0):
+    shapes = (WIDTH, SIZE), (WIDTH,), (HEADS, WIDTH), (HEADS,)
+    return kvops.Gates([[kit.randn(*x, seed=seed + 4 * i + j) for j, x in enumerate(shapes)] for i in range(LAYERS)])
+
+
+def formula(gates, layer, hidden):
+    """[b, Hk, t] in fp64."""
+    maps = [x.double() for x in gates.layers[layer]]
+    x = hidden.double() @ maps[0].mT + maps[1]
+    if len(maps) == 4:
+        x = x * 0.5 * (1 + torch.erf(x / 2**0.5))
+        x = x @ maps[2].mT + maps[3]
+    return x.transpose(1, 2)
+
+
+GATES = linear_gates()
+each_kind = pytest.mark.parametrize("gates", [GATES, deep_gates()], ids=["linear", "two maps"])
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores(gates, dtype):
+    hidden = kit.randn(2, 5000, SIZE).to(dtype)  # more than are scored at a time
+    for layer in range(LAYERS):
+        scores = gates.scores(hidden, layer)
+        assert scores.shape == (2, HEADS, 5000) and scores.dtype == torch.float32 and scores.is_contiguous()
+        torch.testing.assert_close(scores.double(), formula(gates, layer, hidden), atol=2e-5, rtol=1e-5)
+
+
+@each_kind
+def test_files(gates, tmp_path):
+    path = tmp_path / "gates.safetensors"
+    gates.save(path)
+    read = kvops.Gates.load(path)
+    assert all(torch.equal(x, y) for a, b in zip(read.layers, gates.layers) for x, y in zip(a, b))
+    names = (
+        {"layers.0.weight", "layers.0.bias"} if len(gates.layers[0]) == 2 else {"layers.2.2.bias", "layers.1.0.weight"}
+    )
+    assert names < set(load_file(path))
+    policy = kvops.policy(f"kvzap:budget=20,recent=4,gates={path}")
+    assert policy == kvops.KVzap(20, recent=4, gates=path)  # both have the file's one version
+    assert policy.gates.layers[0][0].equal(gates.layers[0][0])
+
+
+def test_a_published_file(tmp_path):
+    """The names in a KVzap model are those of its modules."""
+    modules = torch.nn.Module()
+    modules.layers = torch.nn.ModuleList(
+        torch.nn.Sequential(torch.nn.Linear(SIZE, WIDTH), torch.nn.GELU(), torch.nn.Linear(WIDTH, HEADS))
+        for _ in range(12)
+    ).bfloat16()
+    path = tmp_path / "model.safetensors"
+    save_file(modules.state_dict(), path)
+    gates, hidden = kvops.Gates.load(path), kit.randn(1, 7, SIZE)
+    with torch.no_grad():
+        for i in (0, 2, 11):
+            want = modules.layers[i].double()(hidden.double().cpu())[0].mT
+            torch.testing.assert_close(gates.scores(hidden, i)[0].double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_wrong_files(tmp_path):
+    path = tmp_path / "wrong"
+    good = {name: x.cpu() for name, x in GATES._named()}
+    for tensors, says in (
+        ({"weights": torch.ones(2)}, r"expected layers.<i>.., got tensor 'weights'"),
+        ({**good, "more": torch.ones(2)}, "got tensor 'more'"),
+        ({name: x for name, x in good.items() if "1." not in name}, "does not hold gates: expected"),
+        ({name: x for name, x in good.items() if name != "layers.1.bias"}, "layer 1 must have tensors"),
+        ({name.replace("0.", "0.4."): x for name, x in good.items()}, "does not hold gates: expected"),
+        ({name: x * torch.nan for name, x in good.items()}, "layer 0 must be floating point with finite values"),
+        ({}, "does not hold gates"),
+    ):
+        save_file(tensors, path)
+        with kit.refuses(rf"KVzap: gates='{path}': Gates: {path} does not hold gates: ", says):
+            kvops.KVzap(20, gates=path)
+    path.write_text("no safetensors")
+    with kit.refuses("must be a safetensors file"):
+        kvops.Gates.load(path)
+    with pytest.raises(FileNotFoundError, match="KVzap: gates must be the path of a file"):
+        kvops.KVzap(20, gates=tmp_path / "none")
+    with pytest.raises(FileNotFoundError):
+        kvops.Gates.load(tmp_path / "none")
+
+
+def test_wrong_gates():
+    w, b = torch.ones(HEADS, SIZE), torch.ones(HEADS)
+    for layers, says, kind in (
+        ([], "layers must be a list", TypeError),
+        ([[w, 3]], "layer 0 must be a list of torch.Tensor", TypeError),
+        ([[w, b], [w]], r"layer 1 must have tensors .* got \[\[2, 24\]\]", ValueError),
+        ([[w, w]], "layer 0 must have tensors", ValueError),
+        ([[w, b, w, b]], "layer 0 must have tensors", ValueError),
+        ([[w.int(), b]], "layer 0 must be floating point", ValueError),
+    ):
+        with kit.refuses(f"Gates: {says}", kind=kind):
+            kvops.Gates(layers)
+    for hidden, layer, says in (
+        (torch.ones(1, 3, SIZE), LAYERS, "layer must be one of the 3 with a gate, got 3"),
+        (torch.ones(1, 3, SIZE + 1), 0, r"hidden must be floating point \[b, t, 24\]"),
+        (torch.ones(3, SIZE), 0, r"hidden must be floating point"),
+    ):
+        with kit.refuses(f"Gates: {says}"):
+            GATES.scores(hidden, layer)
+
+
+# ---- fits ----
+
+
+def test_linear_gates_are_ridge_regressions():
+    x, y = kit.randn(400, SIZE, seed=1) * 3 + 1, kit.randn(400, HEADS, seed=2)
+    fitted = kvops.fit_gates([x, x.bfloat16()], [y, y], ridge=0.1)
+    for layer, kind in enumerate((x, x.bfloat16())):
+        z, t = kind.double() - kind.double().mean(0), y.double() - y.double().mean(0)
+        penalty = 0.1 * z.square().sum() / SIZE
+        weight = torch.linalg.inv(z.mT @ z + penalty * torch.eye(SIZE, device=z.device)) @ z.mT @ t
+        bias = y.double().mean(0) - kind.double().mean(0) @ weight
+        torch.testing.assert_close(fitted.layers[layer][0].double(), weight.mT.cpu(), atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(fitted.layers[layer][1].double(), bias.cpu(), atol=1e-6, rtol=1e-5)
+
+
+def test_fits_find_what_scores_were_made_by():
+    x = kit.randn(20000, SIZE) * torch.linspace(0.1, 4, SIZE) + 2
+    scores = formula(GATES, 1, x[None])[0].mT.float()
+    fitted = kvops.fit_gates([x], [scores], ridge=1e-9)
+    torch.testing.assert_close(fitted.scores(x[None], 0)[0].mT.cpu(), scores.cpu(), atol=1e-3, rtol=1e-3)
+    bent = formula(deep_gates(), 1, (x[None] - 2) / 3)[0].mT.float()
+    state = torch.get_rng_state()
+    for width, least, most in ((None, 0.0, 0.9), (32, 0.95, 1.0)):
+        found = kvops.fit_gates([x], [bent], width=width).scores(x[None], 0)[0].mT.cpu()
+        r2 = 1 - (found - bent.cpu()).square().sum(0) / (bent - bent.mean(0)).square().sum(0).cpu()
+        assert least < r2.min() <= r2.max() < most
+    assert torch.equal(torch.get_rng_state(), state)
+    again, other = (kvops.fit_gates([x[:600]], [bent[:600]], width=8, seed=s) for s in (3, 4))
+    assert again.layers[0][0].equal(kvops.fit_gates([x[:600]], [bent[:600]], width=8, seed=3).layers[0][0])
+    assert not again.layers[0][0].equal(other.layers[0][0])
+
+
+def test_wrong_fits():
+    x, y = torch.ones(10, SIZE), torch.ones(10, HEADS)
+    fitted = kvops.fit_gates([x], [y])  # without any variance
+    torch.testing.assert_close(fitted.scores(x[None], 0), torch.ones(1, HEADS, 10))
+    assert kvops.fit_gates([x], [y], width=2).scores(x[None], 0).isfinite().all()
+    for args, options, says, kind in (
+        ((x, y), {}, "hidden must be a list of torch.Tensor", TypeError),
+        (([x], [y, y]), {}, "hidden and scores must have the same layers, got 1 and 2", ValueError),
+        (([], []), {}, "hidden and scores must have the same layers", ValueError),
+        (([x], [y[:5]]), {}, "layer 0 must have hidden", ValueError),
+        (([x], [y * torch.nan]), {}, "hidden and scores of layer 0 must be floating point and finite", ValueError),
+        (([x], [y]), dict(ridge=0), "ridge must be greater than 0, got 0", ValueError),
+        (([x], [y]), dict(width=0), "width must be at least 1", ValueError),
+        (([x], [y]), dict(seed=-1), "seed must be at least 0", ValueError),
+    ):
+        with kit.refuses(f"fit_gates: {says}", kind=kind):
+            kvops.fit_gates(*args, **options)
+
+
+# ---- the policy ----
+
+
+def best(scores, count, sinks, recent):
+    """The slots of one head that are kept."""
+    scores = scores.clone()
+    scores[:sinks] = torch.inf
+    scores[max(0, len(scores) - recent) :] = torch.inf
+    order = sorted(range(len(scores)), key=lambda j: (-scores[j].item(), j))
+    return sorted(order[:count])
+
+
+def test_single_calls():
+    k, v = kit.kv(2, HEADS, 60, 16)
+    hidden = kit.randn(2, 60, SIZE)
+    policy = kvops.KVzap(20, gates=GATES, sinks=2, recent=5)
+    got = policy.compress(k, v, hidden, layer=1)
+    want = GATES.scores(hidden, 1)
+    for b in range(2):
+        for h in range(HEADS):
+            assert got.indices[b, h].tolist() == best(want[b, h], 20, 2, 5)
+    same = kvops.kvzap_compress(k, v, hidden, 20, gates=GATES, sinks=2, recent=5, layer=1)
+    assert kit.same(same, got)
+    swapped = policy.compress(k.transpose(1, 2), v.transpose(1, 2), hidden, layer=1, layout="bnhd")
+    assert torch.equal(swapped.indices, got.indices)
+    one = replace(policy, gates=linear_gates(layers=1))
+    assert torch.equal(one.compress(k, v, hidden).indices, policy.compress(k, v, hidden, layer=0).indices)
+    starts = kit.int32(0, 25)
+    padded = policy.compress(k, v, hidden, layer=1, starts=starts)
+    assert padded.indices[1, 0].tolist() == [25 + x for x in best(want[1, 0, 25:], 20, 2, 5)]
+
+
+@pytest.mark.parametrize("budget", [1.0, 30])
+@pytest.mark.parametrize("pads", [None, [0, 30]])
+def test_thresholds(budget, pads):
+    k, v = kit.kv(2, HEADS, 80, 16)
+    hidden = kit.randn(2, 80, SIZE)
+    policy = kvops.KVzap(budget, gates=GATES, sinks=2, recent=5, threshold=1.5, head_mode="adaptive")
+    options = {} if pads is None else dict(starts=kit.int32(*pads))
+    got = policy.compress(k, v, hidden, layer=2, **options)
+    scores = GATES.scores(hidden, 2)
+    shared = replace(policy, threshold=None, budget=80 if budget == 1.0 else budget)
+    most = (shared.compress(k, v, hidden, layer=2, **options).indices >= 0).sum(-1)
+    counts = []
+    for b in range(2):
+        first = 0 if pads is None else pads[b]
+        for h in range(HEADS):
+            own = scores[b, h, first:]
+            inner = own[2:-5]
+            count = min(7 + int((inner >= 1.5).sum()), int(most[b, h]))
+            kept = [x for x in got.indices[b, h].tolist() if x >= 0]
+            assert kept == [first + x for x in best(own, count, 2, 5)]
+            counts.append(count)
+    assert len(set(counts)) > 1 and max(counts) < 80
+    cache = kvops.Cache(policy, layer=2, num_layers=LAYERS)
+    if pads is not None:
+        cache.set_pads(kit.int32(*pads))
+    cache.append(k, v, inputs=kvops.LayerInputs(hidden))
+    assert torch.equal(cache.positions, got.indices[:, :, : len(cache)])
+    every = replace(policy, threshold=-1e9, budget=1.0).compress(k, v, hidden, layer=2, **options).indices
+    assert every.shape[2] == 80 - (0 if pads is None else min(pads))
+    none = replace(policy, threshold=1e9).compress(k, v, hidden, layer=2, **options).indices
+    assert none.shape[2] == 7
+    short = policy.compress(k[:, :, :4], v[:, :, :4], hidden[:, :4], layer=2).indices
+    assert short.tolist() == [[[0, 1, 2, 3]] * HEADS] * 2
+
+
+def test_wrong_settings():
+    k, v = kit.kv(1, HEADS, 20, 16)
+    hidden = kit.randn(1, 20, SIZE)
+    adaptive = dict(gates=GATES, recent=4, head_mode="adaptive")
+    for make, says, kind in (
+        (lambda: kvops.KVzap(20, gates=3), "gates must be a kvops.Gates or the path of their file, got int", TypeError),
+        (lambda: kvops.KVzap(20, gates=GATES, recent=17), "budget must hold", ValueError),
+        (lambda: kvops.KVzap(20, gates=GATES, recent=4, threshold=-4.0), "head_mode='adaptive'", ValueError),
+        (lambda: kvops.KVzap(20, **{**adaptive, "recent": 0.1}, threshold=-4.0), "recent in tokens", ValueError),
+        (lambda: kvops.KVzap(20, **adaptive, threshold=torch.inf), "threshold must be", ValueError),
+        (lambda: kvops.Cache(kvops.KVzap(20, recent=4)), "gates must be a kvops.Gates of the model", ValueError),
+        (lambda: kvops.Cache(kvops.KVzap(20, **adaptive)), "gates must be those of the 1 layers", ValueError),
+        (lambda: kvops.KVzap(9, recent=4).compress(k, v, hidden), "gates must be a kvops.Gates of the", ValueError),
+        (lambda: kvops.KVzap(9, **adaptive).compress(k, v, hidden), "layer must name one of", TypeError),
+        (lambda: kvops.KVzap(9, **adaptive).compress(k, v, hidden[:, 1:], layer=0), "hidden must be", ValueError),
+        (lambda: kvops.KVzap(9, **adaptive).compress(k[:, :1], v[:, :1], hidden, layer=0), "must score 1", ValueError),
+    ):  # fmt: skip
+        with kit.refuses(f"KVzap: .*{says}", kind=kind):
+            make()
+
+
+# ---- caches ----
+
+POLICIES = [
+    kvops.KVzap(20, gates=GATES, sinks=2, recent=3, buffer=4),
+    kvops.KVzap(0.4, gates=deep_gates(), recent=3, buffer=5),
+    kvops.KVzap(20, gates=GATES, sinks=2, recent=3, buffer=4, head_mode="shared"),
+    kvops.KVzap(20, gates=GATES, sinks=2, recent=3, buffer=4, head_mode="adaptive"),
+    kvops.KVzap(0.4, gates=GATES, sinks=1, recent=3, buffer=None, head_mode="adaptive"),
+    kvops.KVzap(1.0, gates=GATES, sinks=1, recent=3, buffer=6, head_mode="adaptive", threshold=0.5),
+    kvops.KVzap(24, gates=deep_gates(), sinks=1, recent=3, buffer=2, head_mode="adaptive", threshold=0.1),
+]
+
+
+class Text:
+    """A text of a layer, and a cache that reads it."""
+
+    def __init__(self, policy, pads=None, tokens=140):
+        self.q, (self.k, self.v) = kit.randn(2, 2 * HEADS, tokens, 16, seed=3), kit.kv(2, HEADS, tokens, 16)
+        self.hidden = kit.randn(2, tokens, SIZE, seed=5)
+        self.cache = kvops.Cache(policy, layer=1, num_layers=LAYERS)
+        if pads is not None:
+            self.cache.set_pads(kit.int32(*pads))
+
+    def step(self, t):
+        at = slice(self.cache.seen, self.cache.seen + t)
+        q, k, v = (x[:, :, at] for x in (self.q, self.k, self.v))
+        return self.cache.attend(q, k, v, inputs=kvops.LayerInputs(self.hidden[:, at]))
+
+    def check(self):
+        """Every slot has the score of its token."""
+        cache, scores = self.cache, self.cache.policy.gates.scores(self.hidden, 1)
+        kept = 0 if cache._kept is None else cache._kept.shape[2]
+        held = cache.state["scores"]
+        new = torch.arange(cache._evicted_at, cache.seen, device=held.device).expand(2, HEADS, -1)
+        positions = new if cache._kept is None else torch.cat((cache._kept, new), 2)
+        assert held.shape[2] == kept + cache.seen - cache._evicted_at
+        want = scores.gather(2, positions.clamp(min=0))
+        torch.testing.assert_close(held.where(positions >= 0, 0), want.where(positions >= 0, 0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+@kit.examples(6)
+@given(
+    sizes=st.lists(st.sampled_from((1, 1, 1, 1, 1, 3, 9, 30)), min_size=8, max_size=40),
+    pads=st.sampled_from((None, [0, 7], [45, 0])),
+)
+def test_steps_keep_what_the_scores_of_all_tokens_say(policy, sizes, pads):
+    text = Text(policy, pads)
+    cache, scores = text.cache, policy.gates.scores(text.hidden, 1)
+    held = None  # the positions of each head before a step
+    for t in (40, *sizes):
+        t = min(t, 140 - cache.seen)
+        if not t:
+            break
+        evicted_at, first = cache._evicted_at, cache.seen
+        text.step(t)
+        text.check()
+        now = [[[x for x in row if x >= 0] for row in heads] for heads in cache.positions.tolist()]
+        if held is not None:
+            for b in range(2):
+                for h in range(HEADS):
+                    have = held[b][h] + list(range(first, first + t))
+                    assert set(now[b][h]) <= set(have)
+                    if cache._evicted_at == evicted_at:
+                        assert now[b][h] == have
+                    elif policy.head_mode != "shared":
+                        lost = set(have) - set(now[b][h])
+                        pad = 0 if pads is None else pads[b]
+                        real = [x for x in have if x >= pad]
+                        inner = real[policy.sinks : len(real) - policy.recent]
+                        assert lost <= set(inner) | set(range(pad))
+                        dropped, stayed = (
+                            [scores[b, h, x].item() for x in inner if (x in lost) == y] for y in (True, False)
+                        )
+                        if dropped and stayed:
+                            assert max(dropped) <= min(stayed)
+                        if policy.threshold is not None:
+                            assert all(x >= policy.threshold for x in stayed)
+                            if policy.budget == 1.0:
+                                assert all(x < policy.threshold for x in dropped)
+        held = now
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=range(len(POLICIES)))
+def test_rows_beams_and_crops(policy):
+    text = Text(policy)
+    text.step(60)
+    cache = text.cache
+    for _ in range(3):
+        text.step(1)
+    if cache._evicted_at < cache.seen - 1:
+        cache.crop(cache.seen - 1)
+        text.check()
+        text.step(1)
+    cache.reorder(torch.tensor([1, 0]))
+    for name in ("q", "k", "v", "hidden"):
+        setattr(text, name, getattr(text, name).flip(0))
+    for _ in range(20):
+        text.step(1)
+        text.check()
+    cache.freeze()
+    out = text.step(2)
+    assert out.isfinite().all()
+
+
+def test_a_threshold_evicts_in_decode_when_the_buffer_is_full():
+    text = Text(POLICIES[5])
+    text.step(40)
+    lengths = [text.cache.lengths]
+    for _ in range(24):
+        text.step(1)
+        lengths.append(text.cache.lengths)
+    grown = [bool((b == a + 1).all()) for a, b in zip(lengths, lengths[1:])]
+    assert grown == ([True] * 5 + [False]) * 4
+    scores = text.cache.policy.gates.scores(text.hidden[:, :64], 1)
+    inner = scores[:, :, 1:61] >= 0.5
+    assert torch.equal(text.cache.lengths, 1 + 3 + inner.sum(-1))
