@@ -20,9 +20,8 @@ import torch
 from ..bench.record import origin, replace
 from ..files import TEXT
 from ..methods import Policy
-from ..methods.table import METHODS
 from .identity import described, described_model, digest
-from .methods import rule_of
+from .methods import ALL, rule_of
 from .plan import SHARES, Plan, Step
 from .results import Results, cell_of, load
 from .specs import Refused, canonical
@@ -155,7 +154,7 @@ def run(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    methods: Iterable[str | Policy | type[Policy]] = tuple(METHODS),
+    methods: Iterable[str | Policy | type[Policy]] = ALL,
     tasks: Iterable[str | Task] = ("passkey",),
     budgets: Iterable[int | float] = tuple(SHARES),
     context: int | Iterable[int] = 2048,
@@ -193,7 +192,7 @@ def run(
         tokenizer: The model's tokenizer.
         methods: Names as on the command line ("keydiff:recent=0.1"), classes, or policies. A name or a class is
             measured at every budget (`Policy.at_budget`). A policy is measured once, as it is. Default: all of the
-            library's methods.
+            library's methods but KVzap, which needs gates.
         tasks: Names as on the command line ("passkey:digits=64"), or task objects, such as those of a subclass of
             `kvops.eval.Task`.
         budgets: Tokens per KV head (int), or fractions of the context (float); default: 0.5, 0.125 and 0.03125.

@@ -17,6 +17,8 @@ from ..methods.registry import Entry, find
 from ..methods.table import METHODS as METHODS
 from .identity import described, described_class, digest
 
+#: The methods that are measured if none are named.
+ALL = tuple(name for name, entry in METHODS.items() if not entry.required)
 MOST = 2**20  # tokens, more than any budget
 MOST_SAID = 2**31 - 1
 MOST_LABEL = 200  # characters; see `bench.record.name`

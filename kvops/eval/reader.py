@@ -159,7 +159,7 @@ class Reader:
 
         If the reader shares, the model reads the prompts once, and every rule cuts a copy of that cache. What the model
         computes while it reads a whole prompt does not depend on what is evicted then. Rules with a stage of their own
-        (LAQ, KVzip) and prompts in chunks are read alone.
+        (LAQ, KVzip), rules that see hidden states (KVzap) and prompts in chunks are read alone.
 
         Args:
             prompts: int64 [b, n], tokens.
@@ -171,14 +171,17 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
+        from ..hf.inputs import passing_inputs
+
         n = prompts.shape[1]
         policy = self._policy(rule, budget, n, chunk is not None)
         cache = self._cache(policy)
-        if self.share and chunk is None and not policy.needs.stage:
+        if self.share and chunk is None and not policy.needs.stage and not policy.needs.inputs:
             return Prefill(cache, self._cut(cache, prompts), 0.0, *CacheSize.by(cache))
         begin = self.clock()
-        for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
-            logits = self.feed(cache, piece)
+        with passing_inputs(self.inner, policy):
+            for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
+                logits = self.feed(cache, piece)
         if policy.needs.stage:
             from ..hf.generation import run_stages
 
@@ -302,5 +305,8 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
+        from ..hf.inputs import passing_inputs
+
         policy = self._policy(rule, budget, ids.shape[1], True)
-        return stream(self.model, self._cache(policy), self.tokens(ids), window)
+        with passing_inputs(self.inner, policy):
+            return stream(self.model, self._cache(policy), self.tokens(ids), window)

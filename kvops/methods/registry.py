@@ -32,6 +32,7 @@ class Entry(NamedTuple):
         family: One of `table.FAMILIES`.
         source: The paper; empty if there is none.
         defaults: Settings that make the policy this variant.
+        required: Settings that have no default that works.
     """
 
     label: str
@@ -39,6 +40,7 @@ class Entry(NamedTuple):
     family: str
     source: str
     defaults: Mapping[str, Any] = MappingProxyType({})
+    required: tuple[str, ...] = ()
 
 
 #: The methods by name.

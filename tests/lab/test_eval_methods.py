@@ -26,9 +26,11 @@ def test_what_is_kept_of_a_prompt(name, budget):
         policy = replace(policy, statistics=kvops.QueryStatistics.of(queries, kvops.Rope.of(16)))
     if "w_o" in policy.needs.model:
         policy = replace(policy, w_o=torch.ones(8, 4 * 16))
+    if isinstance(policy, kvops.KVzap):
+        policy = replace(policy, gates=kvops.Gates([[torch.randn(2, 16), torch.randn(2)]] * LAYERS))
     cache = kvops.Cache(policy, layer=LAYERS - 1, num_layers=LAYERS)
     k, v = torch.randn(2, 1, 2, 600, 16)
-    cache.attend(torch.randn(1, 4, 600, 16), k, v)
+    cache.attend(torch.randn(1, 4, 600, 16), k, v, inputs=kvops.LayerInputs(torch.randn(1, 600, 16)))
     if name == "full" or policy.needs.stage:
         assert len(cache) == 600  # LAQ and KVzip are cut in their stages
     elif name.startswith("lacache"):

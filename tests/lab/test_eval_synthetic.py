@@ -219,7 +219,7 @@ def test_every_method_runs(method, block):
             assert "second reading" in str(error)
         elif method in ("kvzip", "kvzip+"):
             assert "have no q_repeat" in str(error)
-        elif method in ("criticalkv", "defensivekv", "expected-attention", "triattention"):
+        elif method in ("criticalkv", "defensivekv", "expected-attention", "triattention", "kvzap"):
             assert "of a model" in str(error)
         else:
             assert block and method.startswith("laq") and "draft" in str(error)

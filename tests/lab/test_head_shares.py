@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 import head_shares  # noqa: E402  (bench/experiments)
 import kvops  # noqa: E402
-from kvops.methods.shares import _read  # noqa: E402
+from kvops.methods.shares import _load  # noqa: E402
 
 
 def test_it_writes_the_shares_and_says_how_alike_they_are(tmp_path, capsys):
@@ -15,7 +15,7 @@ def test_it_writes_the_shares_and_says_how_alike_they_are(tmp_path, capsys):
     head_shares.main(["--file", str(file), "--text", str(text), "--tokens", "300"])
     said = capsys.readouterr().out
     assert "texts of 300 tokens; shares from " in said and "correlation between texts at least " in said
-    shares = _read("test", file)
+    shares = _load(file)
     assert shares.dim() == 2 and abs(shares.mean().item() - 1) < 1e-5
     kvops.KeyDiff(64, head_mode="adaptive", shares=str(file))
     head_shares.main(["--file", str(file), "--text", str(text), "--tokens", "900"])

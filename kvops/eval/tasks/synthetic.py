@@ -150,9 +150,10 @@ class Synthetic(Task):
         n = caches.k.shape[3]
         block = self.settings.block
         policy = rule.policy(budget, n, self.settings.layers, streaming=bool(block))
-        if policy.needs.model and not policy.needs.stage:
+        if (policy.needs.model or policy.needs.inputs) and not policy.needs.stage:
             raise Unreachable(
-                f"{policy.name}: needs weights or statistics of a model, which synthetic caches do not have"
+                f"{policy.name}: needs weights, statistics or hidden states of a model, which synthetic caches do not "
+                "have"
             )
         slots = [streamed(policy, caches, i, block) if block else cut(policy, caches, i) for i in range(len(caches.k))]
         kept = torch.stack([marked(x, n) for x in slots])
