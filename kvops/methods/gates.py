@@ -90,6 +90,31 @@ class Gates:
         parts = [_apply(self._made[key], x.float()) for x in hidden.split(TOKENS, 1)]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2).contiguous()
 
+    def threshold(self, hidden: Sequence[Tensor], keep: float) -> float:
+        """The threshold of `kvops.KVzap` above which this fraction of texts' tokens score, over all layers and heads.
+
+        Args:
+            hidden: Floating point [tokens, hidden] for each layer, as `kvops.hf.gate_data` returns them.
+            keep: The fraction, in (0, 1]. Tokens that are always kept come on top.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: `hidden` has other layers or shapes, or `keep` lies outside (0, 1].
+        """
+        check_finite(WHO, "keep", keep, 0, 1)
+        if not isinstance(hidden, (list, tuple)) or not all(isinstance(x, Tensor) for x in hidden):
+            raise TypeError(f"{WHO}: hidden must be a list of torch.Tensor, one per layer, got {type(hidden).__name__}")
+        if len(hidden) != len(self.layers) or any(x.dim() != 2 or not len(x) for x in hidden):
+            raise ValueError(
+                f"{WHO}: hidden must be [tokens, hidden] for each of the {len(self.layers)} layers, got "
+                f"{[list(x.shape) for x in hidden][:8]}"
+            )
+        every = torch.cat([self.scores(x[None], i).flatten().cpu() for i, x in enumerate(hidden)])
+        count = round(plain(keep) * len(every))
+        if not count:
+            raise ValueError(f"{WHO}: keep must be at least one of {len(every)} scores, got {keep}")
+        return float(every.kthvalue(len(every) - count + 1).values)
+
     def save(self, path: str | Path) -> None:
         """Write the gates to a safetensors file. An existing file is replaced when the new one is complete."""
         from safetensors.torch import save_file

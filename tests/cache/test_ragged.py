@@ -412,7 +412,7 @@ def test_refusals():
         (kvops.StreamingLLM(20), "it keeps one set of tokens for all heads"),
         (kvops.ChunkKV(20, 4), "it keeps one set of tokens for all heads"),
         (kvops.TOVA(20), "it keeps one set of tokens for all heads"),
-        (kvops.H2O(20), "a cache does not move .'scores',. of heads"),
+        (kvops.H2O(20), "its rule makes .'scores',. in `evict`"),
         (kvops.KeyDiff(20, merge=True), "merge=True averages values"),
         (kvops.KeyDiff(20, protect="prompt"), "protect='prompt' needs"),
     ):

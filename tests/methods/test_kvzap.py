@@ -175,6 +175,23 @@ def test_wrong_fits():
             kvops.fit_gates(*args, **options)
 
 
+@each_kind
+def test_the_threshold_that_keeps_a_fraction(gates):
+    hidden = [kit.randn(500, SIZE, seed=i) * (i + 1) for i in range(LAYERS)]
+    scores = torch.cat([gates.scores(x[None], i).flatten() for i, x in enumerate(hidden)])
+    for keep, count in ((0.25, 750), (1.0, 3000), (0.001, 3)):
+        tau = gates.threshold(hidden, keep)
+        assert (scores >= tau).sum() == count
+    for args, says, kind in (
+        ((hidden[0], 0.5), "hidden must be a list of torch.Tensor", TypeError),
+        ((hidden[:2], 0.5), r"hidden must be .* for each of the 3 layers", ValueError),
+        ((hidden, 1.5), "keep must be", ValueError),
+        ((hidden, 0.0), "keep must be at least one of 3000 scores", ValueError),
+    ):
+        with kit.refuses(f"Gates: {says}", kind=kind):
+            gates.threshold(*args)
+
+
 # ---- the policy ----
 
 
