@@ -64,22 +64,24 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
             raise SystemExit(f"{file}: expected results of {task}, {context} tokens, {point}, {settings}, got none")
         for cell, results in by.items():
             found.setdefault(cell, sorted(results, key=lambda x: x["batch"]))
+    budgets = sorted({budget for _, budget in found if budget is not None})
     rows: list[dict[str, Any]] = []
-    scores: dict[str, dict[str, dict[int, float]]] = defaultdict(dict)
+    scores: dict[int, dict[str, dict[int, float]]] = defaultdict(dict)
     for (method, budget), results in found.items():
         values = [y for x in results for y in x["scores"][metric]]
+        held = sum(x["bytes_held"] for x in results) / sum(x["bytes_full"] for x in results)
+        if budget is None and method != "Full":  # a threshold decides: beside the methods that hold about as much
+            budget = min(budgets, key=lambda x: abs(x - held * context))
         mean = estimate(values, True)
-        held, full = (sum(x[name] for x in results) / len(results) for name in ("bytes_held", "bytes_full"))
-        rows.append(dict(method=method, budget=budget, score=mean.mean, low=mean.low, high=mean.high, held=held / full))
-        for each in [budget] if budget is not None else {x for _, x in found if x is not None}:
-            scores[str(each)][method] = dict(enumerate(values))
+        rows.append(dict(method=method, budget=budget, score=mean.mean, low=mean.low, high=mean.high, held=held))
+        for each in budgets if budget is None else [budget]:
+            scores[each][method] = dict(enumerate(values))
     for budget, each in scores.items():
-        means = {name: sum(x.values()) / len(x) for name, x in each.items()}
-        best = max((x for x in means if x != "Full"), key=lambda x: means[x])
-        verdicts = compare({x: y for x, y in each.items() if x != "Full"}, 1, best, best)
-        with_full = compare(each, 1, None, "Full")
+        evicting = {name: x for name, x in each.items() if name != "Full"}
+        best = max(evicting, key=lambda x: sum(each[x].values()))
+        verdicts, with_full = compare(evicting, 1, best, best), compare(each, 1, None, "Full")
         for row in rows:
-            if str(row["budget"]) == budget:
+            if row["budget"] == budget:
                 row["beside_best"] = verdicts[row["method"]]["best"].verdict
                 beside = with_full[row["method"]]["Full"]
                 row |= {"minus_full": beside.difference, "minus_full_low": beside.low, "minus_full_high": beside.high}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache import AttendingCache, Cache, SlotCache
-from ..methods import LagKV, Policy
+from ..methods import LagKV, Needs, Policy, View
 from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
 from ..ops.window import Pooling
@@ -89,6 +90,16 @@ def chunks(policy: Policy, n: int, chunk: int) -> list[int]:
     return [min(n, first)] + [min(n - i, then) for i in range(first, n, then)]
 
 
+@dataclass(frozen=True, eq=False)
+class RecordInputs(RecordQueries):
+    """Remembers what the attention modules were called with, too."""
+
+    needs = Needs(inputs=True)
+
+    def remember(self, view: View) -> None:
+        view.state["inputs"] = view.inputs
+
+
 class Reader:
     """Reads prompts and answers greedily, with kvops' attention.
 
@@ -150,6 +161,11 @@ class Reader:
         except ValueError as error:
             raise Unreachable(str(error)) from error
 
+    def _passing_inputs(self, policy: Policy) -> AbstractContextManager[None]:
+        from ..hf.inputs import passing_inputs
+
+        return passing_inputs(self.inner, policy)
+
     def tokens(self, ids: np.ndarray) -> Tensor:
         return torch.from_numpy(ids).to(self.inner.device)
 
@@ -159,7 +175,7 @@ class Reader:
 
         If the reader shares, the model reads the prompts once, and every rule cuts a copy of that cache. What the model
         computes while it reads a whole prompt does not depend on what is evicted then. Rules with a stage of their own
-        (LAQ, KVzip), rules that see hidden states (KVzap) and prompts in chunks are read alone.
+        (LAQ, KVzip) and prompts in chunks are read alone.
 
         Args:
             prompts: int64 [b, n], tokens.
@@ -171,15 +187,13 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
-        from ..hf.inputs import passing_inputs
-
         n = prompts.shape[1]
         policy = self._policy(rule, budget, n, chunk is not None)
         cache = self._cache(policy)
-        if self.share and chunk is None and not policy.needs.stage and not policy.needs.inputs:
+        if self.share and chunk is None and not policy.needs.stage:
             return Prefill(cache, self._cut(cache, prompts), 0.0, *CacheSize.by(cache))
         begin = self.clock()
-        with passing_inputs(self.inner, policy):
+        with self._passing_inputs(policy):
             for piece in self.tokens(prompts).split([n] if chunk is None else chunks(policy, n, chunk), 1):
                 logits = self.feed(cache, piece)
         if policy.needs.stage:
@@ -195,11 +209,13 @@ class Reader:
 
     def _cut(self, cache: hf.KVCache, prompts: np.ndarray) -> Tensor:
         """Fill a cache, which evicts, from the last reading of these prompts; return the logits of their last token."""
-        key = prompts.shape, prompts.tobytes()
+        kind = RecordInputs if (inputs := cache.policy.needs.inputs) else RecordQueries
+        key = prompts.shape, prompts.tobytes(), inputs
         if self._read is None or self._read[0] != key:
             self._read = None  # free its memory first
-            every = self._cache(RecordQueries(last=prompts.shape[1]))
-            self._read = key, every, self.feed(every, self.tokens(prompts))
+            every = self._cache(kind(last=prompts.shape[1]))
+            with self._passing_inputs(every.policy):
+                self._read = key, every, self.feed(every, self.tokens(prompts))
         _, every, logits = self._read
         options: dict[str, Any] = {}
         if any(isinstance(x, SlotCache) for x in caches(cache)):  # where the keys come rotated
@@ -208,11 +224,12 @@ class Reader:
             own = read.cache
             assert isinstance(own, AttendingCache) and own.k is not None and own.v is not None
             assert own.last_queries is not None
+            seen = own.state.get("inputs")
             layer.lazy_initialization(own.k, own.v)
             if type(layer.cache) is Cache:  # it evicts without queries
-                layer.cache.append(own.k, own.v)
+                layer.cache.append(own.k, own.v, inputs=seen)
             else:
-                layer.cache.attend(own.last_queries, own.k, own.v, **own.logits, **options)
+                layer.cache.attend(own.last_queries, own.k, own.v, inputs=seen, **own.logits, **options)
         cache.layers = [x if hasattr(x, "cache") else copy.deepcopy(y) for x, y in zip(cache.layers, every.layers)]
         cache.freeze()
         return logits
@@ -305,8 +322,6 @@ class Reader:
         Raises:
             Unreachable: no settings of the method meet the budget, or it does not support the model.
         """
-        from ..hf.inputs import passing_inputs
-
         policy = self._policy(rule, budget, ids.shape[1], True)
-        with passing_inputs(self.inner, policy):
+        with self._passing_inputs(policy):
             return stream(self.model, self._cache(policy), self.tokens(ids), window)

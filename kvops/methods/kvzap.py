@@ -180,6 +180,7 @@ class KVzap(KeyPolicy):
     def at_budget(
         cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
     ) -> dict[str, Any]:
+        settings = super().at_budget(budget, n, num_layers, streaming, options) | {"sinks": min(4, budget)}
         if options.get("threshold") is not None:
-            return {"budget": 1.0, "head_mode": "adaptive", "recent": 128}
-        return super().at_budget(budget, n, num_layers, streaming, options) | {"sinks": min(4, budget)}
+            settings |= {"head_mode": "adaptive", "recent": budget // 8}
+        return settings

@@ -61,16 +61,21 @@ def read(task, reader, filler, point, context=256):
 # One reading for all methods
 
 
-def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, monkeypatch):
+def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, monkeypatch, tmp_path):
     """Every method keeps the same tokens and gives the same answer; the model reads the prompts once for all of them,
-    and once more for each stage of LAQ and KVzip."""
+    once more for those that see hidden states, and for each stage of LAQ and KVzip."""
+    config, random = reader.model.config, torch.Generator().manual_seed(0)
+    sizes = (config.num_key_value_heads, config.hidden_size), (config.num_key_value_heads,)
+    layers = [[torch.randn(x, generator=random) for x in sizes] for _ in range(config.num_hidden_layers)]
+    kvops.Gates(layers).save(tmp_path / "gates")
+    kvzap = [f"kvzap:gates={tmp_path / 'gates'}{x}" for x in ("", ",head_mode=adaptive")]
     shared, reader = (Reader(reader.model, filler.tokenizer, share=x) for x in (True, False))
     prompts, _ = asked(Passkey(DIGITS).prompts(filler, 256, 2, 0), "after")
     staged = {x for x in METHODS if x.startswith(("laq", "kvzip"))}
     read, feed = [], Reader.feed
     monkeypatch.setattr(Reader, "feed", lambda self, cache, ids: read.append(ids.shape[1]) or feed(self, cache, ids))
     alone = []
-    for name, of in ((x, rule(x)) for x in (*METHODS, "expected-attention:statistics=prompt")):
+    for name, of in ((x, rule(x)) for x in (*METHODS, "expected-attention:statistics=prompt", *kvzap)):
         for budget in (128, 64) if of.budgeted else (None,):
             try:
                 want = reader.prefill(prompts, of, budget)
@@ -85,7 +90,7 @@ def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, mon
             assert (found.seconds > 0) == (name in staged), name
             said = [of_.answer(x, None, DIGITS, False)[0] for of_, x in ((shared, found), (reader, want))]
             assert np.array_equal(*said), (name, budget)
-    assert {*alone} == {next(iter(METHODS)), *staged}
+    assert {*alone} == {next(iter(METHODS)), *staged, kvzap[0]}
 
 
 def test_shared_keys_are_refused(reader, monkeypatch):
