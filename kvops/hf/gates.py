@@ -69,12 +69,16 @@ def gate_data(model: torch.nn.Module, ids: Tensor, *, tokenizer: Any) -> tuple[l
     if ids.dim() != 2 or not len(ids) or ids.shape[1] < 8 or ids.dtype != torch.int64:
         raise ValueError(f"gate_data: ids must be int64 [b, n] with n >= 8, got {ids.dtype} {list(ids.shape)}")
     options: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, tokenizer=tokenizer)
-    hidden: list[list[Tensor]] = []
-    scores: list[list[Tensor]] = []
-    for row in ids:
+    hidden: list[Tensor] = []
+    scores: list[Tensor] = []
+    for i, row in enumerate(ids):
         teacher = _Teacher(4)
         generate(model, teacher, row[None], **options)
-        hidden.append([teacher.hidden[i][0].cpu() for i in sorted(teacher.hidden)])
-        found = [teacher.scored[i][0].cpu() for i in sorted(teacher.scored)]
-        scores.append([x.clamp(min=LEAST).log().mT for x in found])
-    return [torch.cat(x) for x in zip(*hidden)], [torch.cat(x) for x in zip(*scores)]
+        states = [x[0] for _, x in sorted(teacher.hidden.items())]
+        logs = [x[0].clamp(min=LEAST).log().mT for _, x in sorted(teacher.scored.items())]
+        for every, own in ((hidden, states), (scores, logs)):
+            if not i:  # room for all texts at once, since a concatenation would need it twice
+                every += [x.new_empty(ids.numel(), x.shape[1], device="cpu") for x in own]
+            for x, part in zip(every, own, strict=True):
+                x[i * len(row) : (i + 1) * len(row)] = part
+    return hidden, scores
