@@ -266,6 +266,12 @@ class Cache:
         """The policy by which the steps evict."""
         return self._protecting or self.policy
 
+    @property
+    def _remembers(self) -> bool:
+        """Whether the policy remembers what a step shows. A frozen cache may get no inputs."""
+        policy = self.policy
+        return type(policy).remember is not Policy.remember and not (self.frozen and policy.needs.inputs)
+
     def _set_prompt(self, tokens: int) -> None:
         self._prompt = tokens
         if self.policy.protect is not None:
@@ -283,12 +289,19 @@ class Cache:
 
         Raises:
             RuntimeError: The cache is empty.
-            ValueError: The policy protects the prompt, or the heads already differ in length.
+            ValueError: The policy protects the prompt, the heads already differ in length, or the policy has not
+                remembered all tokens, because the cache was frozen.
         """
         if self._ragged is not None:
             raise ValueError(f"{self.name}: keep() expected heads that hold the same slots, got {self!r}")
         if self.policy.protect is not None:
             raise ValueError(f"{self.name}: keep() expected a policy with protect=None, got {self.policy!r}")
+        for name in self.policy.needs.per_slot:
+            if (known := self.state[name].shape[2] if name in self.state else 0) != len(self):
+                raise ValueError(
+                    f"{self.name}: keep() expected {name!r} of all {len(self)} tokens, got those of {known}; a frozen "
+                    "cache does not remember them"
+                )
         with self.undone_on_error():
             view = self._stored()
             self._keep(slots.expand(*view.k.shape[:2], -1), view)
@@ -499,8 +512,10 @@ class Cache:
         self._ragged = self._reading = ragged.extended(self._since, k, v)
         self._unread, self._read_since = True, self._since + t
         self._length, self.seen = self._length + t, self.seen + t
-        if not self.frozen:
-            view = self._counting_view(t)
+        if self._remembers:
+            assert self._kept is not None  # heads differ because of an eviction
+            columns = k.new_empty(*ragged.shape, self._kept.shape[2] + self._since, 0)
+            view = self._view(columns, columns, None, self.seen, new=t)
             self._rule.remember(view)
             self.state = view.state
         self._evict_step(t)
@@ -561,7 +576,7 @@ class Cache:
         if self._prompt == self.seen and not self.frozen and (seen > self.seen + 1 or not self.seen):
             self._set_prompt(seen)
         view = self._view(k, v, pads, seen)
-        if not self.frozen:
+        if self._remembers:
             self._rule.remember(view)
         indices = None if self._stays(seen) else self._evict(view)
         if indices is None:
@@ -613,7 +628,8 @@ class Cache:
         """Return the slots of each head as the columns of a view; see `_stored`."""
         assert isinstance(self._rule, BudgetPolicy)  # as `Policy.ragged` declares
         newest = self._rule.newest(budget_tokens(self._rule.budget, self.seen))
-        if self._rule.needs.inputs:  # of tokens that are the last slots of all heads
+        needs = self._rule.needs
+        if needs.inputs and not needs.per_slot:  # the rule reads the inputs of tokens that are the last slots
             newest = max(newest, self._since)
         return ragged.columns(self._since, newest)
 
@@ -720,6 +736,11 @@ class Cache:
         """Return a context manager that restores the cache if its block raises."""
         self._settle()
         return _Undone(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: the kept slots must have moved, because a copied view would not share the memory."""
+        self._settle(in_place=False)
+        return vars(self)
 
     def __copy__(self) -> Cache:
         """Return an independent copy. Both share memory until one is written to, which then copies it."""

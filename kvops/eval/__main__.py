@@ -20,7 +20,7 @@ from ..bench.record import origin
 from ..files import MODEL, TEXT
 from . import models
 from .identity import described
-from .methods import ALL, METHODS, Rule, options_of, rule
+from .methods import DEFAULT, METHODS, Rule, options_of, rule
 from .plan import MOST, SHARES, Plan
 from .results import Results, load
 from .specs import Refused, canonical
@@ -55,7 +55,13 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", default=str(MODEL), help="model folder, hub name, or smollm2 (default: the shipped passkey model)"
     )
-    p.add_argument("--methods", nargs="+", default=list(ALL), metavar="METHOD", help="default: all but kvzap")
+    p.add_argument(
+        "--methods",
+        nargs="+",
+        default=list(DEFAULT),
+        metavar="METHOD",
+        help="default: all but kvzap, which needs gates",
+    )
     p.add_argument(
         "--budgets", nargs="+", type=budget, default=SHARES, metavar="B",
         help="tokens per KV head, or fractions of the context (default 0.5 0.125 0.03125)",

@@ -21,7 +21,7 @@ from ..bench.record import origin, replace
 from ..files import TEXT
 from ..methods import Policy
 from .identity import described, described_model, digest
-from .methods import ALL, rule_of
+from .methods import DEFAULT, rule_of
 from .plan import SHARES, Plan, Step
 from .results import Results, cell_of, load
 from .specs import Refused, canonical
@@ -154,7 +154,7 @@ def run(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    methods: Iterable[str | Policy | type[Policy]] = ALL,
+    methods: Iterable[str | Policy | type[Policy]] = DEFAULT,
     tasks: Iterable[str | Task] = ("passkey",),
     budgets: Iterable[int | float] = tuple(SHARES),
     context: int | Iterable[int] = 2048,

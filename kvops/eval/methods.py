@@ -17,8 +17,8 @@ from ..methods.registry import Entry, find
 from ..methods.table import METHODS as METHODS
 from .identity import described, described_class, digest
 
-#: The methods that are measured if none are named.
-ALL = tuple(name for name, entry in METHODS.items() if not entry.required)
+#: The methods that are measured if none are named: those that need no setting of the user's.
+DEFAULT = tuple(name for name, entry in METHODS.items() if not entry.required)
 MOST = 2**20  # tokens, more than any budget
 MOST_SAID = 2**31 - 1
 MOST_LABEL = 200  # characters; see `bench.record.name`
@@ -99,11 +99,16 @@ class Rule:
 
     @property
     def code(self) -> dict[str, str]:
-        """For the record: the name and fingerprint of a policy from outside kvops."""
-        policy = self.entry.policy
+        """For the record: names and fingerprints of a policy from outside kvops, and of files that are settings."""
+        policy, label = self.entry.policy, self.entry.label
+        files = {
+            f"method {label} {name}={value}": described(value)
+            for name, value in self.options.items()
+            if isinstance(value, str) and Path(value).is_file()
+        }
         if policy in {x.policy for x in METHODS.values()}:
-            return {}
-        return {f"method {self.entry.label}": described(self.source) if self.source else described_class(policy)}
+            return files
+        return {f"method {label}": described(self.source) if self.source else described_class(policy), **files}
 
     def policy(self, budget: int | None, n: int, num_layers: int, streaming: bool = False) -> Policy:
         """Return the policy that meets a budget.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ LEAST = 1e-8
 @dataclass(frozen=True, eq=False)
 class _Teacher(KVzip):
     """KVzip+ that notes, by layer, the hidden states of the prompt and its scores."""
+
+    name: ClassVar[str] = "gate_data"
 
     _: KW_ONLY
     plus: bool = True
@@ -62,18 +64,23 @@ def gate_data(model: torch.nn.Module, ids: Tensor, *, tokenizer: Any) -> tuple[l
 
     Raises:
         TypeError: ids is not a tensor, or as in `generate`.
-        ValueError: ids is not int64 [b, n] with texts of at least 8 tokens, or `generate` raises it.
+        ValueError: ids is not int64 [b, n] with texts of at least 8 tokens, the model has no layers that evict, or
+            `generate` raises it.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"gate_data: ids must be a torch.Tensor, got {type(ids).__name__}")
     if ids.dim() != 2 or not len(ids) or ids.shape[1] < 8 or ids.dtype != torch.int64:
         raise ValueError(f"gate_data: ids must be int64 [b, n] with n >= 8, got {ids.dtype} {list(ids.shape)}")
-    options: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, tokenizer=tokenizer)
+    if tokenizer is None:
+        raise TypeError("gate_data: tokenizer must be the model's, got None")
+    options: dict[str, Any] = dict(max_new_tokens=1, do_sample=False, tokenizer=tokenizer, prefill_chunk_size=None)
     hidden: list[Tensor] = []
     scores: list[Tensor] = []
     for i, row in enumerate(ids):
         teacher = _Teacher(4)
         generate(model, teacher, row[None], **options)
+        if not teacher.scored:
+            raise ValueError(f"gate_data: expected layers that evict, found none in {type(model).__name__}")
         states = [x[0] for _, x in sorted(teacher.hidden.items())]
         logs = [x[0].clamp(min=LEAST).log().mT for _, x in sorted(teacher.scored.items())]
         for every, own in ((hidden, states), (scores, logs)):

@@ -133,8 +133,8 @@ class Needs(NamedTuple):
         dense: K and V as tensors. False: the rule reads them by `View.block_table` too, so `compress` takes pages.
         positions: The positions of tokens (`View.positions`). Engines then store the position of each kept token.
         per_slot: Entries of the state with one value per slot, [b, Hk, len]. A cache moves them along with the slots.
-            If heads differ in length, their values in the gaps (`View.gaps`) are arbitrary, and `evict` cannot change
-            them.
+            `remember` makes them. If heads differ in length, their values in the gaps (`View.gaps`) are arbitrary, and
+            `evict` cannot change them.
         model: The settings that `kvops.hf.for_model` takes from a model, or its tokenizer, if they are None: "w_o",
             "statistics", or KVzip's words.
         stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
@@ -142,7 +142,8 @@ class Needs(NamedTuple):
         statistics: The statistics of the prompt's own queries (`View.statistics`), without those of the first `sinks`
             tokens. A cache gathers them for policies that score by K and V, if it is given the model's `rope`.
         inputs: What each attention module is called with: `View.hidden`, `View.token_ids` and `View.module`, of the
-            tokens of the step. `kvops.hf` passes them, and `Cache.attend` takes them.
+            tokens of the step. `kvops.hf` passes them, and `Cache.attend` takes them. These tokens are the last slots
+            of the view; if heads differ in length, not of policies that name entries in `per_slot`.
     """
 
     dense: bool = True
@@ -346,8 +347,9 @@ class Policy:
     def remember(self, view: View) -> None:
         """What a cache calls after each step, before `evict`: notes in `view.state` what the step shows of its tokens.
 
-        The view may be without channels: if heads differ in length, their slots are not copied for it. Entries that
-        `Needs.per_slot` names get a column for each of the step's `view.new` tokens, after those that they have.
+        Entries that `Needs.per_slot` names get a column for each of the step's `view.new` tokens, after those that they
+        have. If heads differ in length, the slots of the view are these columns, and K and V have no channels. A frozen
+        cache calls it only if the policy does not need `inputs`; single calls never do.
         """
 
     def evict(self, view: View) -> Tensor | None:

@@ -14,9 +14,9 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.nn.functional import gelu, linear
 from ..ops.checks import MAX_LAYERS, check_finite, check_int, inference_only, plain
 
 WHO = "Gates"
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Tokens that a gate scores at a time, so that what it computes in fp32 stays small beside the prompt's keys.
 TOKENS = 4096
 #: Of the training of two maps: passes over the tokens, tokens per step, and the highest learning rate.
@@ -50,7 +51,7 @@ class Gates:
     """
 
     layers: Sequence[Sequence[Tensor]]
-    _made: dict[Any, tuple[Tensor, ...]] = field(default_factory=dict, init=False, repr=False)  # on their devices
+    _made: ClassVar[Any]  # each object's own
 
     def __post_init__(self) -> None:
         if not isinstance(self.layers, (list, tuple)) or not self.layers:
@@ -58,6 +59,23 @@ class Gates:
         for i, layer in enumerate(self.layers):
             _check_layer(i, layer)
         object.__setattr__(self, "layers", tuple(tuple(x.detach() for x in layer) for layer in self.layers))
+        object.__setattr__(self, "_made", {})  # the layers on their devices; no field, since it is no part of the value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": {}}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Gates):
+            return NotImplemented
+        mine, theirs = ([x for layer in gates.layers for x in layer] for gates in (self, other))
+        return self._shapes == other._shapes and all(map(torch.equal, mine, theirs))
+
+    def __hash__(self) -> int:
+        return hash(self._shapes)
+
+    @property
+    def _shapes(self) -> tuple[Any, ...]:
+        return tuple((*x.shape, x.dtype) for layer in self.layers for x in layer)
 
     def __repr__(self) -> str:
         first = self.layers[0]
@@ -84,11 +102,12 @@ class Gates:
             raise ValueError(
                 f"{WHO}: hidden must be floating point [b, t, {size}], got {hidden.dtype} {list(hidden.shape)}"
             )
-        key = layer, hidden.device
-        if key not in self._made:
-            self._made[key] = tuple(x.to(hidden.device, torch.float32) for x in self.layers[layer])
-        parts = [_apply(self._made[key], x.float()) for x in hidden.split(TOKENS, 1)]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).transpose(1, 2).contiguous()
+        key, made = (layer, hidden.device), self._made
+        if key not in made:
+            made[key] = tuple(x.to(hidden.device, torch.float32) for x in self.layers[layer])
+        with torch.autocast(hidden.device.type, enabled=False):
+            parts = [_apply(made[key], x.float()) for x in hidden.split(TOKENS, 1)]
+        return torch.cat(parts, 1).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     def threshold(self, hidden: Sequence[Tensor], keep: float) -> float:
         """The threshold of `kvops.KVzap` above which this fraction of texts' tokens score, over all layers and heads.
@@ -110,6 +129,8 @@ class Gates:
                 f"{[list(x.shape) for x in hidden][:8]}"
             )
         every = torch.cat([self.scores(x[None], i).flatten().cpu() for i, x in enumerate(hidden)])
+        if every.isnan().any():
+            raise ValueError(f"{WHO}: hidden must be finite, got NaN among the scores")
         count = round(plain(keep) * len(every))
         if not count:
             raise ValueError(f"{WHO}: keep must be at least one of {len(every)} scores, got {keep}")
@@ -119,6 +140,10 @@ class Gates:
         """Write the gates to a safetensors file. An existing file is replaced when the new one is complete."""
         from safetensors.torch import save_file
 
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"{WHO}: path must be a str or a Path, got {type(path).__name__}")
+        if not Path(path).absolute().parent.is_dir():
+            raise FileNotFoundError(f"{WHO}: there is no folder {Path(path).parent}")
         tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in self._named()}
         new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
         try:
@@ -194,8 +219,11 @@ def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
             f"[Hk], got {shapes}"
         )
     for x in layer:
-        if not x.is_floating_point() or x.is_meta or not x.isfinite().all():
-            raise ValueError(f"{WHO}: layer {i} must be floating point with finite values, got {x.dtype}")
+        if x.dtype not in DTYPES or x.is_meta or x.layout != torch.strided:
+            got = f"{x.dtype}, {x.layout} on {x.device}"
+            raise ValueError(f"{WHO}: layer {i} must be dense fp64, fp32, fp16 or bf16 with data, got {got}")
+        if not x.float().isfinite().all():
+            raise ValueError(f"{WHO}: layer {i} must be finite in fp32, got values that are not")
 
 
 def _apply(layer: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -259,9 +287,12 @@ def fit_gates(
                 f"{op}: layer {i} must have hidden [tokens, hidden] and scores [tokens, Hk], got {list(x.shape)} and "
                 f"{list(y.shape)}"
             )
-        if not (x.is_floating_point() and y.is_floating_point() and x.isfinite().all() and y.isfinite().all()):
-            raise ValueError(f"{op}: hidden and scores of layer {i} must be floating point and finite")
-    with torch.inference_mode(False):
+        if not all(z.dtype in DTYPES and not z.is_meta and z.isfinite().all() for z in (x, y)):
+            raise ValueError(
+                f"{op}: hidden and scores of layer {i} must be finite fp64, fp32, fp16 or bf16, got {x.dtype} and "
+                f"{y.dtype}"
+            )
+    with torch.inference_mode(False), torch.autocast(hidden[0].device.type, enabled=False):
         if width is None:
             return Gates([_ridge(x.detach(), y.detach(), plain(ridge)) for x, y in zip(hidden, scores)])
         pairs = enumerate(zip(hidden, scores))
@@ -275,16 +306,17 @@ def _ridge(x: Tensor, y: Tensor, ridge: float) -> list[Tensor]:
     x = x - x_mean
     gram = x.mT @ x
     gram.diagonal().add_(max(ridge * gram.diagonal().mean().item(), 1e-300))  # equal tokens have no variance
-    weight = torch.linalg.solve(gram, x.mT @ (y - y_mean)).mT
+    try:
+        weight = torch.linalg.solve(gram, x.mT @ (y - y_mean)).mT
+    except RuntimeError as error:
+        raise ValueError(f"fit_gates: ridge must be larger for {len(x)} tokens, got {ridge}: {error}") from error
     return [w.float().cpu() for w in (weight, y_mean - weight @ x_mean)]
 
 
 def _trained(x: Tensor, y: Tensor, width: int, seed: int) -> list[Tensor]:
     """The weights and biases of a gate of two maps, trained on hidden states and scores of unit variance."""
-    y = y.float()
-    mean, std = x.float().mean(0), x.float().std(0, correction=0).clamp(min=1e-6)
-    y_mean, y_std = y.mean(0), y.std(0, correction=0).clamp(min=1e-6)
-    target = (y - y_mean) / y_std
+    (mean, std), (y_mean, y_std) = _moments(x), _moments(y)
+    target = ((y.double() - y_mean) / y_std).float()
     random = torch.Generator().manual_seed(seed)
     sizes = (width, x.shape[1]), (width,), (y.shape[1], width), (y.shape[1],)
     maps = [torch.randn(s, generator=random) / math.sqrt(s[1]) if len(s) == 2 else torch.zeros(s) for s in sizes]
@@ -295,12 +327,20 @@ def _trained(x: Tensor, y: Tensor, width: int, seed: int) -> list[Tensor]:
     with torch.enable_grad():
         for _ in range(EPOCHS):
             for at in torch.randperm(len(x), generator=random).split(BATCH):
-                loss = (_apply(maps, (x[at].float() - mean) / std) - target[at]).square().mean()
+                inputs = ((x[at].double() - mean) / std).float()
+                loss = (_apply(maps, inputs) - target[at]).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(maps, 1.0)
                 optimizer.step()
                 schedule.step()
-    w1, b1, w2, b2 = (w.detach() for w in maps)
-    w1 = w1 / std  # of hidden states as they are
-    return [w.cpu() for w in (w1, b1 - w1 @ mean, w2 * y_std[:, None], b2 * y_std + y_mean)]
+    w1, b1, w2, b2 = (w.detach().double() for w in maps)
+    w1 = torch.where(std < torch.inf, w1 / std, 0.0)  # of hidden states as they are
+    y_std = torch.where(y_std < torch.inf, y_std, 0.0)
+    return [w.float().cpu() for w in (w1, b1 - w1 @ mean, w2 * y_std[:, None], b2 * y_std + y_mean)]
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the standard deviation of each channel, fp64; infinite for one that is constant."""
+    std, mean = torch.std_mean(x.double(), 0, correction=0)
+    return mean, torch.where(std > 1e-6 * mean.abs(), std, torch.inf)

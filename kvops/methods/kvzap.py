@@ -117,7 +117,10 @@ class KVzap(KeyPolicy):
         gates, layer = self._given(), view.layer or 0
         if view.layer is None and len(gates.layers) > 1:
             raise TypeError(f"{self.name}: layer must name one of {gates!r}, got None; pass it to compress")
-        scores = gates.scores(hidden, layer).to(view.k.device)
+        try:
+            scores = gates.scores(hidden, layer).to(view.k.device)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: layer {layer}: {error}") from error
         if scores.shape[1] != view.heads:
             raise ValueError(
                 f"{self.name}: gates of layer {layer} must score {view.heads} KV heads, got {scores.shape[1]}"
@@ -131,7 +134,9 @@ class KVzap(KeyPolicy):
         slots = torch.arange(view.n, device=scores.device)
         begin, end = (x[:, None, None] if isinstance(x, Tensor) else x for x in (view.spans["starts"], view.end))
         always = view.first(self.sinks) | (slots >= end - recent)
-        valid = (slots < end) & (slots >= (0 if begin is None else begin)) & ~scores.isnan()
+        valid = (slots < end) & (slots >= (0 if begin is None else begin))
+        if (gaps := view.gaps) is not None:
+            valid = valid & ~gaps
         budgets = (valid & (always | (scores >= self.threshold))).sum(-1, dtype=torch.int32)
         if budget_tokens(budget, view.n) < view.n:
             budgets = torch.minimum(budgets, self._shares(scores, view, budget, recent))

@@ -6,9 +6,9 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,10 +46,11 @@ class QueryStatistics:
     norms: Sequence[Tensor]
     rope: Rope
     scale: float | None = None
-    _made: dict[Any, OfLayer] = field(default_factory=dict, init=False, repr=False)  # the layers on their devices
+    _made: ClassVar[Any]  # each object's own
 
     def __post_init__(self) -> None:
         who = "QueryStatistics"
+        object.__setattr__(self, "_made", {})  # the layers on their devices; no field, since it is no part of the value
         for name in PER_LAYER:
             tensors = getattr(self, name)
             if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, Tensor) for x in tensors):
@@ -90,6 +91,9 @@ class QueryStatistics:
                 raise ValueError(
                     f"{who}: cov of layer {i} must be symmetric, got differences above {float(rounding):g}"
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": {}}
 
     @staticmethod
     def of(queries: Tensor | Sequence[Tensor], rope: Rope, *, scale: float | None = None) -> QueryStatistics:

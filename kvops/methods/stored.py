@@ -30,7 +30,7 @@ def from_file(who: str, setting: str, path: str | Path, load: Callable[[str], T]
         raise ValueError(f"{who}: {setting}={str(path)!r}: {error}") from error
 
 
-@functools.lru_cache(8)
+@functools.lru_cache(4)
 def _loaded(load: Callable[[str], Any], path: str, version: tuple[int, ...]) -> Any:
     """version: of the file."""
     return load(path)

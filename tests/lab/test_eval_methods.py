@@ -10,6 +10,7 @@ import torch
 
 import kvops
 from kvops.eval.methods import METHODS, Unreachable, rule
+from kvops.eval.results import CODE
 from kvops.ops.lag import kept_within
 
 LAYERS = 3
@@ -243,3 +244,15 @@ def test_variants_with_budgets_by_layer():
         cache.attend(q, *torch.randn(2, 1, 2, 100, 16))
         found.append(len(cache))
     assert found == kvops.pyramidkv_budgets(40, LAYERS, 100, window=8)
+
+
+def test_a_run_is_not_continued_with_another_file(tmp_path):
+    """The record has the fingerprints of files that are settings."""
+    path = tmp_path / "gates"
+    marks = []
+    for i in range(2):
+        kvops.Gates([[torch.full((2, 4), float(i)), torch.zeros(2)]]).save(path)
+        marks.append(rule(f"kvzap:gates={path}").code)
+    [(name, one)], [(same, other)] = (x.items() for x in marks)
+    assert name == same == f"method KVzap gates={path}" and one != other and name.startswith(CODE)
+    assert rule("keydiff").code == {}

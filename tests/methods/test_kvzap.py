@@ -1,6 +1,8 @@
 """KVzap and learned gates: scores, fits and files against formulas in fp64, caches against single calls."""
 
-from dataclasses import replace
+import copy
+import pickle
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import kit
 import kvops
+from kvops.eval.identity import digest
 
 pytestmark = kit.every_device
 LAYERS, HEADS, SIZE, WIDTH = 3, 2, 24, 5
@@ -88,7 +91,7 @@ def test_wrong_files(tmp_path):
         ({name: x for name, x in good.items() if "1." not in name}, "does not hold gates: expected"),
         ({name: x for name, x in good.items() if name != "layers.1.bias"}, "layer 1 must have tensors"),
         ({name.replace("0.", "0.4."): x for name, x in good.items()}, "does not hold gates: expected"),
-        ({name: x * torch.nan for name, x in good.items()}, "layer 0 must be floating point with finite values"),
+        ({name: x * torch.nan for name, x in good.items()}, "layer 0 must be finite in fp32"),
         ({}, "does not hold gates"),
     ):
         save_file(tensors, path)
@@ -111,7 +114,7 @@ def test_wrong_gates():
         ([[w, b], [w]], r"layer 1 must have tensors .* got \[\[2, 24\]\]", ValueError),
         ([[w, w]], "layer 0 must have tensors", ValueError),
         ([[w, b, w, b]], "layer 0 must have tensors", ValueError),
-        ([[w.int(), b]], "layer 0 must be floating point", ValueError),
+        ([[w.int(), b]], "layer 0 must be dense fp64, fp32, fp16 or bf16", ValueError),
     ):
         with kit.refuses(f"Gates: {says}", kind=kind):
             kvops.Gates(layers)
@@ -166,7 +169,7 @@ def test_wrong_fits():
         (([x], [y, y]), {}, "hidden and scores must have the same layers, got 1 and 2", ValueError),
         (([], []), {}, "hidden and scores must have the same layers", ValueError),
         (([x], [y[:5]]), {}, "layer 0 must have hidden", ValueError),
-        (([x], [y * torch.nan]), {}, "hidden and scores of layer 0 must be floating point and finite", ValueError),
+        (([x], [y * torch.nan]), {}, "hidden and scores of layer 0 must be finite fp64, fp32", ValueError),
         (([x], [y]), dict(ridge=0), "ridge must be greater than 0, got 0", ValueError),
         (([x], [y]), dict(width=0), "width must be at least 1", ValueError),
         (([x], [y]), dict(seed=-1), "seed must be at least 0", ValueError),
@@ -283,6 +286,8 @@ def test_wrong_settings():
 # ---- caches ----
 
 POLICIES = [
+    kvops.KVzap(20, gates=GATES, sinks=5, recent=3, buffer=4, head_mode="adaptive"),
+    kvops.KVzap(1.0, gates=GATES, sinks=5, recent=3, buffer=4, head_mode="adaptive", threshold=0.5),
     kvops.KVzap(20, gates=GATES, sinks=2, recent=3, buffer=4),
     kvops.KVzap(0.4, gates=deep_gates(), recent=3, buffer=5),
     kvops.KVzap(20, gates=GATES, sinks=2, recent=3, buffer=4, head_mode="shared"),
@@ -324,7 +329,7 @@ class Text:
 @kit.examples(6)
 @given(
     sizes=st.lists(st.sampled_from((1, 1, 1, 1, 1, 3, 9, 30)), min_size=8, max_size=40),
-    pads=st.sampled_from((None, [0, 7], [45, 0])),
+    pads=st.sampled_from((None, [0, 7], [45, 0], [0, 38])),
 )
 def test_steps_keep_what_the_scores_of_all_tokens_say(policy, sizes, pads):
     text = Text(policy, pads)
@@ -385,8 +390,127 @@ def test_rows_beams_and_crops(policy):
     assert out.isfinite().all()
 
 
+def test_tokens_that_are_always_kept_may_score_nan():
+    k, v = kit.kv(1, HEADS, 40, 16)
+    hidden = kit.randn(1, 40, SIZE)
+    policy = kvops.KVzap(1.0, gates=GATES, sinks=2, recent=3, threshold=0.5, head_mode="adaptive")
+    want = policy.compress(k, v, hidden, layer=1).indices
+    for value in (torch.nan, torch.inf):
+        broken = hidden.clone()
+        broken[:, [0, 38]] = value
+        assert torch.equal(policy.compress(k, v, broken, layer=1).indices, want)
+    with kit.refuses("Gates: hidden must be finite, got NaN among the scores"):
+        GATES.threshold([hidden[0] * torch.nan] * LAYERS, 0.5)
+
+
+def test_an_empty_batch():
+    k, v = kit.kv(2, HEADS, 40, 16)
+    kept = kvops.KVzap(8, gates=GATES).compress(k[:0], v[:0], kit.randn(2, 40, SIZE)[:0], layer=0)
+    assert kept.indices.shape == (0, HEADS, 8)
+
+
+def test_copies(tmp_path):
+    """Equal gates are equal, used or not, and copies carry nothing else; caches go on after pickle as after a copy."""
+    gates = linear_gates()
+    size = len(pickle.dumps(gates))
+    gates.scores(kit.randn(1, 3, SIZE), 1)
+    assert len(pickle.dumps(gates)) == size and digest(gates) == digest(linear_gates())
+    policy = replace(POLICIES[2], gates=gates)
+    for twin in (copy.deepcopy(policy), pickle.loads(pickle.dumps(policy)), replace(policy, gates=linear_gates())):
+        assert twin == policy and hash(twin) == hash(policy)
+    assert replace(policy, gates=deep_gates()) != policy != replace(policy, gates=linear_gates(1))
+    for policy in POLICIES:
+        text = Text(policy)
+        text.step(50)
+        for _ in range(7):
+            text.step(1)
+            twins = [pickle.loads(pickle.dumps(text.cache)), copy.deepcopy(text.cache)]
+            at = slice(text.cache.seen, text.cache.seen + 1)
+            now = [x[:, :, at] for x in (text.q, text.k, text.v)]
+            outs = [
+                x.attend(*now, inputs=kvops.LayerInputs(text.hidden[:, at])) for x in (*twins, copy.copy(text.cache))
+            ]
+            assert kit.same(outs[0], outs[1]) and kit.same(outs[0], outs[2])
+
+
+def test_autocast():
+    hidden = kit.randn(2, 600, SIZE)
+    scores = [x.mT for x in formula(GATES, 1, hidden).float()]
+    own = GATES.scores(hidden, 1)
+    want = kvops.fit_gates([hidden[0]], [scores[0]]), kvops.fit_gates([hidden[0]], [scores[0]], width=4)
+    with torch.autocast(hidden.device.type, torch.bfloat16):
+        assert torch.equal(GATES.scores(hidden, 1), own)
+        found = kvops.fit_gates([hidden[0]], [scores[0]]), kvops.fit_gates([hidden[0]], [scores[0]], width=4)
+    assert found == want
+
+
+def test_fits_of_constant_channels_and_any_scale():
+    x = kit.randn(4000, SIZE)
+    scores = formula(deep_gates(), 1, x[None])[0].mT.float()
+
+    def explained(x, scores):
+        found = kvops.fit_gates([x], [scores], width=8).scores(x[None], 0)[0].mT
+        return 1 - (found - scores).square().sum(0) / (scores - scores.mean(0)).square().sum(0)
+
+    want = explained(x, scores)
+    assert want.min() > 0.5
+    constant = x.clone()
+    constant[:, 3] = 1000.0
+    plain = x.clone()
+    plain[:, 3] = 0.0
+    torch.testing.assert_close(explained(constant, scores), explained(plain, scores), atol=1e-3, rtol=0)
+    for of_x, of_y in ((1e-8, 1.0), (1.0, 1e-8), (1e4, 1e4)):
+        torch.testing.assert_close(explained(x * of_x, scores * of_y), want, atol=0.02, rtol=0)
+
+
+@dataclass(frozen=True, eq=False)
+class Positions(kvops.KeyPolicy):
+    """Remembers the position of each token, and keeps those whose position is a multiple of 3, the newest last."""
+
+    needs = kvops.Needs(per_slot=("at",))
+
+    def remember(self, view):
+        new = view.positions()[:, :, -view.new :].float()
+        seen = view.state.get("at")
+        view.state["at"] = new if seen is None else torch.cat((seen, new), 2)
+
+    def scores(self, view):
+        at = view.state["at"]
+        return at - 1000 * (at % 3 != torch.arange(view.heads, device=at.device)[:, None])
+
+
+@pytest.mark.parametrize("mode", ["per_head", "adaptive"])
+def test_what_is_remembered_sees_positions_and_drafts(mode):
+    """Also while a cache is frozen, as with drafted tokens, of which some are taken back."""
+    (k, v), q = kit.kv(2, HEADS, 90, 16), kit.randn(2, 2 * HEADS, 90, 16)
+    policy = Positions(12, buffer=3, head_mode=mode)
+    cache, plain = kvops.Cache(policy), kvops.Cache(policy)
+    for x in (cache, plain):
+        x.attend(q[:, :, :40], k[:, :, :40], v[:, :, :40])
+    while cache.seen < 80:
+        cache.frozen = True
+        at = slice(cache.seen, cache.seen + 4)
+        cache.attend(q[:, :, at], k[:, :, at], v[:, :, at])
+        cache.crop(cache.seen - 3)
+        cache.frozen = False
+        cache.catch_up()
+        at = slice(plain.seen, plain.seen + 1)
+        plain.attend(q[:, :, at], k[:, :, at], v[:, :, at])
+        assert torch.equal(cache.positions, plain.positions)
+    assert cache._evicted_at > 70
+
+
+def test_keep_of_a_frozen_cache():
+    text = Text(POLICIES[2])
+    text.step(15)
+    text.cache.freeze()
+    text.step(4)
+    with kit.refuses(r"KVzap: keep\(\) expected 'scores' of all 19 tokens, got those of 15"):
+        text.cache.keep(torch.arange(3))
+
+
 def test_a_threshold_evicts_in_decode_when_the_buffer_is_full():
-    text = Text(POLICIES[5])
+    text = Text(POLICIES[7])
     text.step(40)
     lengths = [text.cache.lengths]
     for _ in range(24):
