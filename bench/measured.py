@@ -22,8 +22,8 @@ Each table is between a marker and `<!-- end -->`:
   -->`: ProtoKV's variants.
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
 - `<!-- ragged -->`: bench/experiments/ragged.py.
-- `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvzap -->`: the needles of eval-ragged.json,
-  eval-shares.json, eval-kvzip-plus.json and eval-kvzap.json.
+- `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvzap -->`, `<!-- kvzap english -->`: the
+  needles of eval-ragged.json, eval-shares.json, eval-kvzip-plus.json, eval-kvzap.json and eval-kvzap-english.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -701,17 +701,20 @@ def by_heads_table(record: str) -> str:
     """Return a row per method and division of its budget: the digits found, by cut and budget, and the loss of the text
     after a cut, if the record has it. What a threshold keeps is in the column of the nearest budget."""
     rows, scores = claims.rows(record), {NEEDLES[0]: "partial", "continuation": "loss"}
-    columns = sorted({(x["task"] != NEEDLES[0], x["point"], x["budget"], x["task"]) for x in rows if x["budget"]})
+    budgeted = [x for x in rows if x["budget"] and "threshold=" not in x["method"]]
+    columns = sorted({(x["task"] != NEEDLES[0], x["point"], x["budget"], x["task"]) for x in budgeted})
     head, cells = ["method"], {}
     for _, point, size, task in columns:
         head.append(f"{point} the question, {size}" if task == NEEDLES[0] else f"loss, {size}")
         for x in rows:
             near = min((y[2] for y in columns), key=lambda y: abs(y - x["tokens"]))
-            own = (size, None) if x["method"] == "Full" or near == size else (size,)
-            if (x["task"], x["point"]) == (task, point) and x["budget"] in own:
+            own = x["method"] == "Full" or (near if "threshold=" in x["method"] else x["budget"]) == size
+            if own and (x["task"], x["point"]) == (task, point):
                 score = x["scores"][scores[task]]["mean"]
                 shown = percent(x, "partial") if task == NEEDLES[0] else f"{score:.2f}"
-                cells[x["method"], task, point, size] = shown
+                cells[x["method"], task, point, size] = (
+                    shown.replace(" ‡", "") if "threshold=" in x["method"] else shown
+                )
     lines = [head, ["---"] * len(head)]
     names = dict.fromkeys(x["method"] for x in rows)
     for name in sorted(names, key=lambda x: x != "Full"):
@@ -731,6 +734,7 @@ TABLES = {
     "shares": partial(by_heads_table, "shares"),
     "kvzip plus": partial(by_heads_table, "kvzip-plus"),
     "kvzap": partial(by_heads_table, "kvzap"),
+    "kvzap english": partial(by_heads_table, "kvzap-english"),
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

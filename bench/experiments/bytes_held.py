@@ -64,13 +64,13 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
             raise SystemExit(f"{file}: expected results of {task}, {context} tokens, {point}, {settings}, got none")
         for cell, results in by.items():
             found.setdefault(cell, sorted(results, key=lambda x: x["batch"]))
-    budgets = sorted({budget for _, budget in found if budget is not None})
+    budgets = sorted({budget for name, budget in found if budget is not None and "threshold=" not in name})
     rows: list[dict[str, Any]] = []
     scores: dict[int, dict[str, dict[int, float]]] = defaultdict(dict)
     for (method, budget), results in found.items():
         values = [y for x in results for y in x["scores"][metric]]
         held = sum(x["bytes_held"] for x in results) / sum(x["bytes_full"] for x in results)
-        if budget is None and method != "Full":  # a threshold decides: beside the methods that hold about as much
+        if "threshold=" in method:  # beside the methods that hold about as much
             budget = min(budgets, key=lambda x: abs(x - held * context))
         mean = estimate(values, True)
         rows.append(dict(method=method, budget=budget, score=mean.mean, low=mean.low, high=mean.high, held=held))
@@ -106,13 +106,13 @@ def picture(record: dict[str, Any], path: Path) -> None:
             axis.plot([x, x], [100 * row["low"], 100 * row["high"]], color=color, lw=0.6, alpha=0.4)
             axis.plot(x, y, marker, ms=7, mec=color, mfc=color if undecided else "white")
             better = [z for z in rows if z["held"] <= row["held"] and z["score"] > row["score"]]
-            if undecided and len(better) < 3:
+            if undecided and (len(better) < 3 or "threshold=" in row["method"]):
                 named.append((x, y, short(row["method"]), color if color != GREY else "#555555"))
         if own:
             axis.plot([], [], marker, ms=6, color=color, label=kind)
     axis.set(xlabel="bytes really held, % of the full cache's", ylabel="digits found, %", ylim=(-3, 103))
     axis.text(axis.get_xlim()[0], 100 * full["score"], " full cache", va="bottom", fontsize=8)
-    axis.legend(fontsize=8, frameon=False, loc="lower center")
+    axis.legend(fontsize=8, frameon=False, loc=(0.17, 0.24))
     axis.spines[["top", "right"]].set_visible(False)
     label_points(axis, named, 4.4)
     count = sum(x["beside_best"] == "worse" for x in rows)

@@ -683,7 +683,7 @@ def kvzap_compress(
     ```
 
     A token is scored once, by the hidden state that the layer's attention is called with when the token arrives. The
-    scores know no question. Nothing is computed from K and V, and a gate costs less than 1 % of its layer.
+    scores know no question. K and V are not read: a linear gate takes hidden * Hk products per token.
 
     With a threshold, how much is kept follows from the text: a head keeps the tokens that its gate scores at least as
     high, within the budget, with the tokens that are always kept. A budget of 1.0 sets no limit:
