@@ -75,7 +75,7 @@ class Gates:
 
     @property
     def _shapes(self) -> tuple[Any, ...]:
-        return tuple((*x.shape, x.dtype) for layer in self.layers for x in layer)
+        return tuple((*x.shape, x.dtype, x.device) for layer in self.layers for x in layer)
 
     def __repr__(self) -> str:
         first = self.layers[0]
@@ -249,8 +249,7 @@ def fit_gates(
     W = Y^T X (X^T X + ridge * tokens * mean variance of X's channels * I)^-1        X, Y: without their means
     ```
 
-    Gates of two maps are trained from random weights, by AdamW with a cosine schedule over 15 passes. A layer of
-    SmolLM2 (576 channels, 72 between) and 50,000 tokens take about five seconds on a CPU.
+    Gates of two maps are trained from random weights, by AdamW with a cosine schedule over 15 passes.
 
     Args:
         hidden: Floating point [tokens, hidden] for each layer that evicts.
