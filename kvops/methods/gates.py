@@ -14,6 +14,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -105,7 +106,9 @@ class Gates:
         key, made = (layer, hidden.device), self._made
         if key not in made:
             made[key] = tuple(x.to(hidden.device, torch.float32) for x in self.layers[layer])
-        with torch.autocast(hidden.device.type, enabled=False):
+        with _fp32(hidden.device.type):
+            if hidden.shape[1] == 1:  # a step of decode
+                return _apply(made[key], hidden.float()).reshape(len(hidden), -1, 1)
             parts = [_apply(made[key], x.float()) for x in hidden.split(TOKENS, 1)]
         return torch.cat(parts, 1).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
@@ -226,6 +229,11 @@ def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
             raise ValueError(f"{WHO}: layer {i} must be finite in fp32, got values that are not")
 
 
+def _fp32(kind: str) -> AbstractContextManager[None]:
+    """A block without autocast on devices of this kind; entering one costs as much as a gate."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def _apply(layer: Sequence[Tensor], x: Tensor) -> Tensor:
     """fp32 [.., hidden] -> [.., Hk]."""
     first, *second = zip(layer[::2], layer[1::2])
@@ -291,7 +299,7 @@ def fit_gates(
                 f"{op}: hidden and scores of layer {i} must be finite fp64, fp32, fp16 or bf16, got {x.dtype} and "
                 f"{y.dtype}"
             )
-    with torch.inference_mode(False), torch.autocast(hidden[0].device.type, enabled=False):
+    with torch.inference_mode(False), _fp32(hidden[0].device.type):
         if width is None:
             return Gates([_ridge(x.detach(), y.detach(), plain(ridge)) for x, y in zip(hidden, scores)])
         pairs = enumerate(zip(hidden, scores))

@@ -403,8 +403,13 @@ def test_tokens_that_are_always_kept_may_score_nan():
         GATES.threshold([hidden[0] * torch.nan] * LAYERS, 0.5)
 
 
-def test_an_empty_batch():
+def test_an_empty_batch_and_a_single_token():
     k, v = kit.kv(2, HEADS, 40, 16)
+    hidden = kit.randn(2, 9, SIZE)
+    alone = GATES.scores(hidden[:, 4:5], 1)
+    torch.testing.assert_close(alone, GATES.scores(hidden, 1)[:, :, 4:5])
+    one = kvops.KVzap(8, gates=GATES).compress(k[:, :, :1], v[:, :, :1], hidden[:, :1], layer=0, layout="bhnd")
+    assert one.indices.tolist() == [[[0]] * HEADS] * 2
     kept = kvops.KVzap(8, gates=GATES).compress(k[:0], v[:0], kit.randn(2, 40, SIZE)[:0], layer=0)
     assert kept.indices.shape == (0, HEADS, 8)
 
