@@ -712,9 +712,9 @@ def by_heads_table(record: str) -> str:
             if own and (x["task"], x["point"]) == (task, point):
                 score = x["scores"][scores[task]]["mean"]
                 shown = percent(x, "partial") if task == NEEDLES[0] else f"{score:.2f}"
-                cells[x["method"], task, point, size] = (
-                    shown.replace(" ‡", "") if "threshold=" in x["method"] else shown
-                )
+                if "threshold=" in x["method"]:
+                    shown = f"{shown.replace(' ‡', '')} ({x['tokens']} kept)"
+                cells[x["method"], task, point, size] = shown
     lines = [head, ["---"] * len(head)]
     names = dict.fromkeys(x["method"] for x in rows)
     for name in sorted(names, key=lambda x: x != "Full"):

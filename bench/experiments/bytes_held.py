@@ -26,7 +26,7 @@ from kvops.eval.summary import PROMPTS, estimate, method_order
 
 #: What decides how a layer's budget is divided, and how a picture shows it.
 KINDS = {
-    "each head keeps as many": ("o", GREY),
+    "each head keeps equally many": ("o", GREY),
     "the heads of a layer share": ("^", SEVEN[0]),
     "fixed shares of heads": ("s", SEVEN[3]),
     "all heads of the model share": ("D", SEVEN[1]),

@@ -10,6 +10,7 @@ without those of the text of `kvops.eval`. One in eight is held out.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pydoc_data.topics
 import sysconfig
@@ -29,19 +30,20 @@ HOLD = 8  # one text in so many is held out
 
 
 def library(tokenizer: transformers.PreTrainedTokenizerBase, texts: int, tokens: int) -> Tensor:
-    """Windows of tokens, half of them of prose and half of code: int64 [texts, tokens]."""
+    """Windows of tokens, of prose and of code in turns: int64 [texts, tokens]."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(x for x in folder.glob("*.py") if x.stem not in HELD_OUT)
     topics = pydoc_data.topics.topics
     prose = "\n\n".join(topics[name] for name in sorted(topics))
     code = "\n\n".join(x.read_text(errors="ignore") for x in files)
     code = code[: 8 * len(prose)]  # a tokenizer takes minutes for all of it
-    windows = []
+    windows: list[list[Tensor]] = []
     for text, count in ((prose, texts - texts // 2), (code, texts // 2)):
         ids = torch.tensor(tokenizer(text)["input_ids"])
         first = torch.linspace(0, len(ids) - tokens, count).long()
-        windows += [ids[x : x + tokens] for x in first]
-    return torch.stack(windows[::2] + windows[1::2])
+        windows.append([ids[x : x + tokens] for x in first])
+    turns = [x for pair in itertools.zip_longest(*windows) for x in pair if x is not None]
+    return torch.stack(turns)
 
 
 def explained(gates: kvops.Gates, hidden: list[Tensor], scores: list[Tensor]) -> list[float]:

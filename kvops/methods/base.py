@@ -143,7 +143,7 @@ class Needs(NamedTuple):
             tokens. A cache gathers them for policies that score by K and V, if it is given the model's `rope`.
         inputs: What each attention module is called with: `View.hidden`, `View.token_ids` and `View.module`, of the
             tokens of the step. `kvops.hf` passes them, and `Cache.attend` takes them. These tokens are the last slots
-            of the view; if heads differ in length, not of policies that name entries in `per_slot`.
+            of the view, except in policies with `per_slot` whose heads differ in length.
     """
 
     dense: bool = True

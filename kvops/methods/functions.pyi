@@ -685,8 +685,8 @@ def kvzap_compress(
     A token is scored once, by the hidden state that the layer's attention is called with when the token arrives. The
     scores know no question. K and V are not read: a linear gate takes hidden * Hk products per token.
 
-    With a threshold, how much is kept follows from the text: a head keeps the tokens that its gate scores at least as
-    high, within the budget, with the tokens that are always kept. A budget of 1.0 sets no limit:
+    With a threshold, how much is kept follows from the text: a head keeps the tokens that score at least the threshold,
+    within the budget, and those that are always kept. A budget of 1.0 sets no limit:
 
     ```python
     policy = kvops.KVzap(1.0, gates="model.safetensors", threshold=-4.0, recent=128, head_mode="adaptive")
@@ -699,7 +699,7 @@ def kvzap_compress(
         budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
-            -1. With a threshold: at most.
+            -1. With a threshold, the upper limit.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
@@ -712,7 +712,8 @@ def kvzap_compress(
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. With a threshold a cache
-            evicts in decode after this many tokens.
+            evicts in decode after this many tokens; a fraction of a budget of 1.0 is one of all tokens seen, so give it
+            in tokens.
         protect: "prompt": a cache keeps the whole prompt, and the budget, with `sinks` and the newest tokens, is for
             the tokens after it. The prompt is what the steps before the first step of a single token append; later
             turns count as generated. The budget must be in tokens. One-shot calls refuse it. None protects nothing.
@@ -721,9 +722,10 @@ def kvzap_compress(
             of the mean budget; the budgets themselves are computed with this fraction of the mean budget protected in
             every head.
         gates: `Gates` of the model (`kvops.fit_gates`), or the path of their file, which is read at once: one that
-            `Gates.save` wrote, or the model.safetensors of a published KVzap model. Required.
-        threshold: The least score of a token that is kept, with head_mode="adaptive" and `recent` in tokens. KVzap's
-            gates predict logarithms: -4 keeps what adds at least 1.8 % to a hidden state. None: only the budget counts.
+            `Gates.save` wrote, or the model.safetensors of a published KVzap model. The first step or call needs them.
+        threshold: The least score of a token that is kept, one for all layers. It needs head_mode="adaptive" and
+            `recent` in tokens. KVzap's gates predict logarithms: -4 keeps what adds at least 1.8 % to a hidden state.
+            None: only the budget counts.
         **call: starts, lengths, fill_invalid, out, layout, layer, num_layers; see `Spans` and `LayerSpans`. With gates
             of several layers `layer` must be given.
 

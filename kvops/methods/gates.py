@@ -38,8 +38,8 @@ class Gates:
     """The gates of all layers that evict.
 
     ```text
-    score = W h + b                       (W, b)
-    score = W2 gelu(W1 h + b1) + b2       (W1, b1, W2, b2)
+    score = W x + b                       (W, b)
+    score = W2 gelu(W1 x + b1) + b2       (W1, b1, W2, b2)
     ```
 
     Attributes:
@@ -113,7 +113,7 @@ class Gates:
         return torch.cat(parts, 1).transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
     def threshold(self, hidden: Sequence[Tensor], keep: float) -> float:
-        """The threshold of `kvops.KVzap` above which this fraction of texts' tokens score, over all layers and heads.
+        """The threshold of `kvops.KVzap` that this fraction of texts' scores reach, over all layers and heads.
 
         Args:
             hidden: Floating point [tokens, hidden] for each layer, as `kvops.hf.gate_data` returns them.
@@ -123,7 +123,7 @@ class Gates:
             TypeError: An argument has the wrong type.
             ValueError: `hidden` has other layers or shapes, or `keep` lies outside (0, 1].
         """
-        check_finite(WHO, "keep", keep, 0, 1)
+        check_finite(WHO, "keep", keep)
         if not isinstance(hidden, (list, tuple)) or not all(isinstance(x, Tensor) for x in hidden):
             raise TypeError(f"{WHO}: hidden must be a list of torch.Tensor, one per layer, got {type(hidden).__name__}")
         if len(hidden) != len(self.layers) or any(x.dim() != 2 or not len(x) for x in hidden):
@@ -135,8 +135,8 @@ class Gates:
         if every.isnan().any():
             raise ValueError(f"{WHO}: hidden must be finite, got NaN among the scores")
         count = round(plain(keep) * len(every))
-        if not count:
-            raise ValueError(f"{WHO}: keep must be at least one of {len(every)} scores, got {keep}")
+        if not 0 < count <= len(every):
+            raise ValueError(f"{WHO}: keep must be in (0, 1] and keep at least one of {len(every)} scores, got {keep}")
         return float(every.kthvalue(len(every) - count + 1).values)
 
     def save(self, path: str | Path) -> None:
@@ -177,6 +177,8 @@ class Gates:
 
         if not isinstance(path, (str, Path)):
             raise TypeError(f"{WHO}: path must be a str or a Path, got {type(path).__name__}")
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(f"{WHO}: {path} must be a file, got a folder or a device")
         try:
             found = load_file(path)
         except FileNotFoundError:
@@ -274,7 +276,7 @@ def fit_gates(
         ValueError: The layers differ in number, or a layer's tensors in tokens; a tensor has another shape or values
             that are not finite.
 
-    Source: KVzap, Jegou and Jeblick, 2026, Sec. 3. There ridge is a constant, and X is not scaled.
+    Source: KVzap, Jegou and Jeblick, 2026, Sec. 3. There the ridge is 1, and gates of two maps see X unscaled.
     """
     op = "fit_gates"
     check_finite(op, "ridge", ridge, 0)

@@ -34,25 +34,27 @@ class KVzap(KeyPolicy):
     A token is scored once, by the hidden state that the layer's attention is called with when the token arrives. The
     scores know no question. K and V are not read: a linear gate takes hidden * Hk products per token.
 
-    With a threshold, how much is kept follows from the text: a head keeps the tokens that its gate scores at least as
-    high, within the budget, with the tokens that are always kept. A budget of 1.0 sets no limit:
+    With a threshold, how much is kept follows from the text: a head keeps the tokens that score at least the threshold,
+    within the budget, and those that are always kept. A budget of 1.0 sets no limit:
 
     ```python
     policy = kvops.KVzap(1.0, gates="model.safetensors", threshold=-4.0, recent=128, head_mode="adaptive")
     ```
 
     Attributes:
-        budget: See `BudgetPolicy`. With a threshold: at most.
+        budget: See `BudgetPolicy`. With a threshold, the upper limit.
         sinks: See `BudgetPolicy`.
         recent: See `KeyPolicy`.
         head_mode: See `BudgetPolicy`.
         shares: See `BudgetPolicy`.
-        buffer: See `KeyPolicy`. With a threshold a cache evicts in decode after this many tokens.
+        buffer: See `KeyPolicy`. With a threshold a cache evicts in decode after this many tokens; a fraction of a
+            budget of 1.0 is one of all tokens seen, so give it in tokens.
         protect: See `KeyPolicy`.
         gates: `Gates` of the model (`kvops.fit_gates`), or the path of their file, which is read at once: one that
-            `Gates.save` wrote, or the model.safetensors of a published KVzap model. Required.
-        threshold: The least score of a token that is kept, with head_mode="adaptive" and `recent` in tokens. KVzap's
-            gates predict logarithms: -4 keeps what adds at least 1.8 % to a hidden state. None: only the budget counts.
+            `Gates.save` wrote, or the model.safetensors of a published KVzap model. The first step or call needs them.
+        threshold: The least score of a token that is kept, one for all layers. It needs head_mode="adaptive" and
+            `recent` in tokens. KVzap's gates predict logarithms: -4 keeps what adds at least 1.8 % to a hidden state.
+            None: only the budget counts.
 
     Source: KVzap, Jegou and Jeblick, 2026.
     """
@@ -92,7 +94,10 @@ class KVzap(KeyPolicy):
     def check_cache(self, layer: int, num_layers: int) -> None:
         super().check_cache(layer, num_layers)
         if len((gates := self._given()).layers) != num_layers:
-            raise ValueError(f"{self.name}: gates must be those of the {num_layers} layers that evict, got {gates!r}")
+            raise ValueError(
+                f"{self.name}: gates must be those of the {num_layers} layers that evict, got {gates!r}; kvops.Cache "
+                "takes layer= and num_layers="
+            )
 
     def _given(self) -> Gates:
         if self.gates is None:
@@ -138,7 +143,7 @@ class KVzap(KeyPolicy):
         if (gaps := view.gaps) is not None:
             valid = valid & ~gaps
         budgets = (valid & (always | (scores >= self.threshold))).sum(-1, dtype=torch.int32)
-        if budget_tokens(budget, view.n) < view.n:
+        if self.shares is not None or budget_tokens(budget, view.n) < view.n:
             budgets = torch.minimum(budgets, self._shares(scores, view, budget, recent))
         budgets = budgets.clamp(min=max(1, self.sinks + int(recent)))  # of rows with fewer tokens, all are kept
         return select_budget(

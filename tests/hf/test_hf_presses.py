@@ -69,7 +69,7 @@ def test_gates(ported):
     ids, _ = make_prompts(40)
     width, layers = model.config.hidden_size, model.config.num_hidden_layers
     gates = tuple(torch.nn.Linear(width, 2) for _ in range(layers))
-    policy = ported["Gates"](20, gates=gates, buffer=None)
+    policy = ported["Gated"](20, gates=gates, buffer=None)
     calls, handles = watch(model)
     with kvops.hf.compress(model, policy) as compressed, torch.no_grad():
         model.generate(ids, **GREEDY)
@@ -79,7 +79,7 @@ def test_gates(ported):
         cache = layer.cache
         assert torch.equal(cache.positions[0, :, :20], best(want[cache.layer], 20))
         assert cache.state["scores"].shape == cache.k.shape[:3]
-    shared = ported["Gates"](20, gates=gates, buffer=None, head_mode="adaptive")
+    shared = ported["Gated"](20, gates=gates, buffer=None, head_mode="adaptive")
     with kvops.hf.compress(model, shared) as compressed:
         model.generate(ids, **GREEDY)
     for layer in compressed.cache.evicting_layers:

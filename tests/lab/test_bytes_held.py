@@ -37,7 +37,7 @@ def test_it_joins_records_of_the_same_prompts(tmp_path, capsys):
 
 def test_kinds():
     for method, kind in (
-        ("SnapKV", "each head keeps as many"),
+        ("SnapKV", "each head keeps equally many"),
         ("SnapKV head_mode=adaptive", "the heads of a layer share"),
         ("SnapKV head_mode=adaptive shares=x.safetensors", "fixed shares of heads"),
         ("KVzip head_mode=adaptive scope=model", "all heads of the model share"),

@@ -188,8 +188,8 @@ def test_the_threshold_that_keeps_a_fraction(gates):
     for args, says, kind in (
         ((hidden[0], 0.5), "hidden must be a list of torch.Tensor", TypeError),
         ((hidden[:2], 0.5), r"hidden must be .* for each of the 3 layers", ValueError),
-        ((hidden, 1.5), "keep must be", ValueError),
-        ((hidden, 0.0), "keep must be at least one of 3000 scores", ValueError),
+        ((hidden, 1.5), "keep must be in", ValueError),
+        ((hidden, 0.0), "keep must be in .* at least one of 3000 scores", ValueError),
     ):
         with kit.refuses(f"Gates: {says}", kind=kind):
             gates.threshold(*args)
