@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.kvzip import KVzip
+from ..methods.kvzip import KVzip, row_weights
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..methods.view import View
@@ -317,13 +317,15 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         super().reset()
         self._first: int | None = None  # the first token of the chunk that a pass repeats
         self._scores: Tensor | None = None  # fp32 [b, Hk, n], of the passes so far
+        self._gradients: Tensor | None = None  # of the pass; see `repeating`
 
     @contextmanager
-    def repeating(self, first: int) -> Iterator[None]:
+    def repeating(self, first: int, gradients: Tensor | None = None) -> Iterator[None]:
         """A block whose one step is a pass. The step's queries score the chunk, and its tokens are forgotten.
 
         Args:
             first: The first token of the chunk that the pass repeats, counted without padding.
+            gradients: With gradients=True: [b, t], the norms of the gradients of the step's rows.
 
         Raises:
             RuntimeError: No prompt has been attended yet.
@@ -332,11 +334,11 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             raise RuntimeError("KVzip: repeating() expected a cache that has not evicted, got one whose heads differ")
         if self._memory is None or self._due or self._first is not None:
             raise RuntimeError("KVzip: repeating() must follow the attention of a prompt, got a cache without one")
-        seen, self._first = self.seen, first
+        seen, self._first, self._gradients = self.seen, first, gradients
         try:
             yield
         finally:
-            self._first = None
+            self._first = self._gradients = None
             self._due = self._waiting = 0  # if the step failed
             self.crop(seen)
 
@@ -349,8 +351,9 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
             end = k_step.shape[2] - q.shape[2]
             hidden = None if self._inputs is None else self._inputs.hidden
+            weights = row_weights(self.policy, len(q), q.shape[2], hidden, self._gradients)
             every = View(k_step, v_step, self._step_pads, layer=self.layer)
-            scores = self.policy.score_pass(q, every, self._first, end, options, hidden)
+            scores = self.policy.score_pass(q, every, self._first, end, options, weights)
             self._scores = scores if self._scores is None else torch.maximum(self._scores, scores)
         return out
 

@@ -76,8 +76,8 @@ def styles(rows: list[Row], kind: Traits) -> dict[str, Style]:
 
 def in_grey(looks: dict[str, Style]) -> str:
     """Return a caption that lists the grey methods."""
-    names = [x for x, look in looks.items() if look["color"] == GREY]
-    return "\n".join(textwrap.wrap(f"Grey: {', '.join(names)}", 140)) if names else ""
+    names = [x.replace(" ", "\xa0") for x, look in looks.items() if look["color"] == GREY]  # a name stays in one line
+    return "\n".join(textwrap.wrap(f"Grey: {', '.join(names)}", 140)).replace("\xa0", " ") if names else ""
 
 
 def best(rows: list[Row], kind: Traits, budget: int) -> str:

@@ -47,6 +47,7 @@ Modules:
 - `weights`: `output_weights`
 - `shares`: `head_shares`
 - `gates`: `gate_data`
+- `gradients`: what KVgrad needs of a pass
 - `inputs`: what attention modules are called with, for policies that read it
 - `conversation`: which tokens and which padding a cache has seen
 - `turns`: what `generate` shows of a conversation

@@ -18,10 +18,11 @@ from ..cache import LookaheadCache, RepeatingCache
 from ..cache.attending import evict_repeated
 from ..cache.memory import storage_bytes
 from ..methods import LAQ, KVzip
-from ..methods.kvzip import repeat_ids
+from ..methods.kvzip import repeat_counts, repeat_ids
 from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage, tensors_of
 from .conversation import mask_of_pads
+from .gradients import gradient_norms
 from .inputs import passing_inputs
 
 
@@ -127,9 +128,13 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
         reading = copy.copy(cache)  # layers that do not evict cannot all forget
         reading.layers = [x if isinstance(x, EvictingLayer) else copy.deepcopy(x) for x in cache.layers]
         positions = (every.cumsum(1) - 1)[:, -ids.shape[1] :]
+        gradients: list[Tensor | None] = [None] * len(layers)
+        if cache.policy.gradients:
+            counts = repeat_counts(cache.policy, valid, first, ids.shape[1])
+            gradients = [*gradient_norms(model, cache, ids, every, positions, counts)]
         with contextlib.ExitStack() as passes:
-            for layer in layers:
-                passes.enter_context(_repeating(layer).repeating(first))
+            for layer, own in zip(layers, gradients):
+                passes.enter_context(_repeating(layer).repeating(first, own))
             passes.enter_context(passing_inputs(model, cache.policy))
             model(ids, attention_mask=every, position_ids=positions, logits_to_keep=1, **{CACHE: reading})
     evict_repeated([_repeating(layer) for layer in layers])

@@ -774,6 +774,7 @@ def kvzip_compress(
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     plus: bool = False,
+    gradients: bool = False,
     w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,
@@ -799,6 +800,14 @@ def kvzip_compress(
 
     ```text
     score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| / ||h_i||
+    ```
+
+    KVgrad (gradients=True) weights the rows by how sensitive the model's last hidden states are to what the layer's
+    attention returns for them, r_i, instead:
+
+    ```text
+    score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| * g_i
+    g_i     = ||d Phi / d r_i||        Phi: the sum over the pass of the squared norms of what the last layer returns
     ```
 
     The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
@@ -839,7 +848,9 @@ def kvzip_compress(
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
             without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         plus: The scores of KVzip+.
-        w_o: With plus=True the weights of the output projection; see `CriticalKV`.
+        gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
+            forward and one backward for each pass, through torch's attention.
+        w_o: With plus=True or gradients=True the weights of the output projection; see `CriticalKV`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -848,8 +859,8 @@ def kvzip_compress(
             begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
-        **call: hidden_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer,
-            num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
+        **call: hidden_repeat, gradients_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out,
+            layout, layer, num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
 
     Returns:
         (k, v, indices) of the kept slots; see `Compressed`.
@@ -858,7 +869,8 @@ def kvzip_compress(
         TypeError: An argument has the wrong type. Nothing has been written.
         ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
 
-    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026.
+    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026; KVgrad, 2026, and kvpress,
+    kvgrad_press.py.
     """
 
 def kvzip_compress_(
@@ -875,6 +887,7 @@ def kvzip_compress_(
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     plus: bool = False,
+    gradients: bool = False,
     w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,

@@ -15,7 +15,15 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops.api import Reduce
-from ..ops.checks import check_bool, check_choice, check_hidden, check_int, check_queries, check_token_ids
+from ..ops.checks import (
+    check_bool,
+    check_choice,
+    check_hidden,
+    check_int,
+    check_queries,
+    check_token_ids,
+    inference_only,
+)
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import Budget, budget_tokens
@@ -30,13 +38,15 @@ WORDS = ("instruction", "next_instruction", "suffix")
 
 
 class RepeatCall(LayerSpans, Logits, total=False):
-    """The options of `KVzip.compress`: `LayerSpans`, `Logits`, and with plus=True the hidden states.
+    """The options of `KVzip.compress`: `LayerSpans`, `Logits`, and what weights the rows of the passes.
 
     Attributes:
-        hidden_repeat: [b, t, hidden], what the layer's attention was called with in the passes.
+        hidden_repeat: With plus=True: [b, t, hidden], what the layer's attention was called with in the passes.
+        gradients_repeat: With gradients=True: [b, t], the norms of the gradients of the passes' rows.
     """
 
     hidden_repeat: Tensor | None
+    gradients_repeat: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +66,14 @@ class KVzip(QueryPolicy):
 
     ```text
     score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| / ||h_i||
+    ```
+
+    KVgrad (gradients=True) weights the rows by how sensitive the model's last hidden states are to what the layer's
+    attention returns for them, r_i, instead:
+
+    ```text
+    score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| * g_i
+    g_i     = ||d Phi / d r_i||        Phi: the sum over the pass of the squared norms of what the last layer returns
     ```
 
     The tokens of a pass are forgotten afterwards. The scores know no question, so one compressed prompt can serve many.
@@ -78,7 +96,9 @@ class KVzip(QueryPolicy):
             without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         group_reduce: See `QueryPolicy`.
         plus: The scores of KVzip+.
-        w_o: With plus=True the weights of the output projection; see `CriticalKV`.
+        gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
+            forward and one backward for each pass, through torch's attention.
+        w_o: With plus=True or gradients=True the weights of the output projection; see `CriticalKV`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -88,7 +108,8 @@ class KVzip(QueryPolicy):
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
 
-    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026.
+    Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026; KVgrad, 2026, and kvpress,
+    kvgrad_press.py.
     """
 
     argument: ClassVar[str] = "q_repeat"
@@ -99,6 +120,7 @@ class KVzip(QueryPolicy):
     group_reduce: Reduce = "max"
     scope: Scope = "layer"
     plus: bool = False
+    gradients: bool = False
     w_o: Projection | None = field(default=None, repr=False)
     chunk: int = 2048
     previous: int = 8
@@ -108,12 +130,15 @@ class KVzip(QueryPolicy):
 
     @property
     def needs(self) -> Needs:
-        model = (*WORDS, "w_o") if self.plus else WORDS
+        model = (*WORDS, "w_o") if self.plus or self.gradients else WORDS
         return Needs(positions=False, model=model, stage="repeat", inputs=self.plus)
 
     def check(self) -> None:
         check_choice(self.name, "scope", self.scope, SCOPES)
         check_bool(self.name, "plus", self.plus)
+        check_bool(self.name, "gradients", self.gradients)
+        if self.plus and self.gradients:
+            raise ValueError(f"{self.name}: plus and gradients both weight the rows, expected one, got both")
         if self.scope == "model" and self.head_mode != "adaptive":
             raise ValueError(
                 f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
@@ -141,10 +166,11 @@ class KVzip(QueryPolicy):
 
     def check_readers(self, readers: int) -> None:
         """Raise if layers that share keys cannot be scored together."""
-        if readers and self.plus:
+        if readers and (self.plus or self.gradients):
             raise NotImplementedError(
-                f"{self.name}: plus=True weights a layer's scores by its own output projection, expected layers that "
-                f"do not share keys, got {readers} more that read those of one layer; use plus=False"
+                f"{self.name}: plus=True weights a layer's scores by its own output projection, and so does "
+                f"gradients=True; expected layers that do not share keys, got {readers} more that read those of one "
+                "layer; use plus=False"
             )
 
     def rows(self, view: View) -> int:
@@ -190,8 +216,8 @@ class KVzip(QueryPolicy):
                 pass; the values there are ignored.
             k_repeat: [b, Hk, t, d], the keys of the same tokens.
             passes: The rows of each pass, with the sum t; one pass for each chunk of the longest row. None: one pass.
-            **call: hidden_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, layout, layer,
-                num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
+            **call: hidden_repeat, gradients_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out,
+                layout, layer, num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
 
         Returns:
             (k, v, indices) of the kept slots; see `Compressed`.
@@ -201,10 +227,10 @@ class KVzip(QueryPolicy):
             ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
         """
         spans: dict[str, Any] = dict(call)
-        hidden = spans.pop("hidden_repeat", None)
+        given = {name: spans.pop(name, None) for name in ("hidden_repeat", "gradients_repeat")}
         logits = {name: spans.pop(name) for name in Logits.__annotations__ if name in spans}
         view, out = self._view(k, v, **spans)
-        view.observed = self.repeated(view, q_repeat, k_repeat, passes, logits, hidden)
+        view.observed = self.repeated(view, q_repeat, k_repeat, passes, logits, **given)
         return self._compress(view, out)
 
     def repeated(
@@ -214,9 +240,9 @@ class KVzip(QueryPolicy):
         k: Tensor,
         passes: Sequence[int] | None,
         logits: dict[str, Any],
-        hidden: Tensor | None = None,
+        **given: Tensor | None,
     ) -> Tensor:
-        """The scores of all passes: fp32 [b, Hk, n]. q, k, hidden: as `compress` takes them."""
+        """The scores of all passes: fp32 [b, Hk, n]. q, k, given: as `compress` takes them."""
         check_queries(self.name, "q_repeat", q, view.k)
         check_queries(self.name, "k_repeat", k, view.k, q.shape[2])
         if k.shape[:2] != view.k.shape[:2] or k.shape[3] != view.k.shape[3] or k.dtype != view.k.dtype:
@@ -232,11 +258,8 @@ class KVzip(QueryPolicy):
                 f"{self.name}: passes must be the rows of at most {chunks} passes of {self.chunk} tokens, with the sum "
                 f"{q.shape[2]}, got {rows}"
             )
-        if hidden is not None:
-            check_hidden(self.name, "hidden_repeat", hidden, len(q), q.shape[2])
-            if not self.plus:
-                raise ValueError(f"{self.name}: hidden_repeat is for plus=True, expected None, got hidden states")
-        of_passes = [None] * len(rows) if hidden is None else hidden.split(rows, 1)
+        weights = row_weights(self, len(q), q.shape[2], **given)
+        of_passes = [None] * len(rows) if weights is None else weights.split(rows, 1)
         total = torch.zeros(view.k.shape[:3], dtype=torch.float32, device=view.k.device)
         for i, (queries, keys, own) in enumerate(zip(q.split(rows, 2), k.split(rows, 2), of_passes)):
             every = replace(view, k=torch.cat((view.k, keys), 2))
@@ -244,35 +267,30 @@ class KVzip(QueryPolicy):
         return total
 
     def score_pass(
-        self, q: Tensor, view: View, first: int, end: Tensor | int, logits: dict[str, Any], hidden: Tensor | None
+        self, q: Tensor, view: View, first: int, end: Tensor | int, logits: dict[str, Any], weights: Tensor | None
     ) -> Tensor:
         """The scores of one pass: fp32 [b, Hk, n], 0 outside of its chunk.
 
         q: [b, Hq, t, d]. view: k is [b, Hk, n + t, d], the prompt's keys and those of the pass; v has at least the
         prompt's n slots. first: the chunk's first token, counted from each row's start. end: of each row's tokens among
-        the n slots; see `View`. hidden: [b, t, hidden], with plus=True.
+        the n slots; see `View`. weights: of the rows, fp32 [b, t]; see `row_weights`.
         """
         t, n = q.shape[2], view.n - q.shape[2]
         held, most = min(self.sinks, first), max(0, min(self.chunk, n - first))
         at, inside, visible = _pass_slots(view, n, t, end, first, held, most)
         seen = _gather(view.k, at)
         options = {"reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
-        if self.plus:
-            options |= {"group_reduce": "none", "row_weights": _row_weights(self.name, q, hidden)}
+        if weights is not None:
+            weights = weights.to(q.device).unsqueeze(1).expand(q.shape[:3])
+            options |= {"group_reduce": "none", "row_weights": weights}
         scores = summed_scores(q, seen, visible, None, **options)
         assert scores is not None  # there is at least one row
         chunk = slice(held, held + most)
         scores, at, inside = scores[..., chunk], at[:, chunk], inside[:, chunk]
-        if self.plus:
-            scores = self._by_output(scores, _gather(view.v, at.where(inside, 0)), view.layer)
+        if weights is not None:
+            scores = _by_output(self, scores, _gather(view.v, at.where(inside, 0)), view.layer)
         at = at.where(inside, n)[:, None].expand_as(scores)
         return scores.new_zeros(*view.k.shape[:2], n + 1).scatter_(2, at, scores)[..., :n]
-
-    def _by_output(self, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
-        """The scores of the query heads, [b, Hq, m], times ||W_O v||, reduced over the group: [b, Hk, m]."""
-        norms = output_norms(self.name, self.w_o, v, layer, scores.shape[1])
-        grouped = (scores * norms).unflatten(1, (v.shape[1], -1))
-        return {"max": grouped.amax, "mean": grouped.mean, "sum": grouped.sum}[self.group_reduce](2)
 
     @classmethod
     def at_budget(
@@ -285,15 +303,45 @@ class KVzip(QueryPolicy):
         return {"budget": budget, "sinks": min(4, budget)}
 
 
-def _row_weights(op: str, q: Tensor, hidden: Tensor | None) -> Tensor:
-    """1 / ||h_i|| of each row, fp32 [b, Hq, t]; 0 if that is not finite. hidden: [b, t, hidden]."""
-    if hidden is None:
+def _by_output(policy: KVzip, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
+    """The scores of the query heads, [b, Hq, m], times ||W_O v||, reduced over the group: [b, Hk, m]."""
+    norms = output_norms(policy.name, policy.w_o, v, layer, scores.shape[1])
+    grouped = (scores * norms).unflatten(1, (v.shape[1], -1))
+    return {"max": grouped.amax, "mean": grouped.mean, "sum": grouped.sum}[policy.group_reduce](2)
+
+
+def row_weights(
+    policy: KVzip, b: int, t: int, hidden_repeat: Tensor | None = None, gradients_repeat: Tensor | None = None
+) -> Tensor | None:
+    """The weights of the rows of passes, fp32 [b, t]: 1 / ||h_i||, or the norms of gradients; None if they have none.
+
+    A weight that is not finite is 0.
+    """
+    who = policy.name
+    if hidden_repeat is not None and not policy.plus:
+        raise ValueError(f"{who}: hidden_repeat is for plus=True, expected None, got hidden states")
+    if gradients_repeat is not None and not policy.gradients:
+        raise ValueError(f"{who}: gradients_repeat is for gradients=True, expected None, got norms")
+    if policy.plus:
+        if hidden_repeat is None:
+            raise ValueError(
+                f"{who}: with plus=True a pass needs the hidden states of its tokens, got none; pass hidden_repeat to "
+                "compress, or inputs to Cache.attend"
+            )
+        check_hidden(who, "hidden_repeat", hidden_repeat, b, t)
+        return hidden_repeat.float().norm(dim=-1).reciprocal().nan_to_num(0.0, 0.0, 0.0)
+    if not policy.gradients:
+        return None
+    if gradients_repeat is None:
         raise ValueError(
-            f"{op}: with plus=True a pass needs the hidden states of its tokens, got none; pass hidden_repeat to "
-            "compress, or inputs to Cache.attend"
+            f"{who}: with gradients=True a pass needs the norms of its rows' gradients, got none; pass "
+            "gradients_repeat to compress, or gradients to Cache.repeating (kvops.hf computes them)"
         )
-    norms = hidden.to(q.device).float().norm(dim=-1)
-    return norms.reciprocal().nan_to_num(0.0, 0.0, 0.0).unsqueeze(1).expand(q.shape[:3])
+    inference_only(who, gradients_repeat=gradients_repeat)
+    if gradients_repeat.shape != (b, t) or not gradients_repeat.is_floating_point():
+        got = f"{gradients_repeat.dtype} {list(gradients_repeat.shape)}"
+        raise ValueError(f"{who}: gradients_repeat must be floating point [{b}, {t}], got {got}")
+    return gradients_repeat.float().nan_to_num(0.0, 0.0, 0.0)
 
 
 def _pass_slots(
@@ -341,3 +389,10 @@ def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
     instruction = policy.next_instruction if first else policy.instruction
     told, turn = (ids.new_tensor(x).expand(len(ids), -1) for x in (instruction, policy.suffix))
     return torch.cat((told, previous, turn, chunk), 1)
+
+
+def repeat_counts(policy: KVzip, valid: Tensor, first: int, t: int) -> Tensor:
+    """Which of the t tokens of a pass are not arbitrary: bool [b, t]. valid, first: as for `repeat_ids`."""
+    own = (valid - first).clamp(0, policy.chunk)
+    rows = torch.where(own > 0, t - (own.max() - own), 0)
+    return torch.arange(t, device=valid.device) < rows[:, None]

@@ -81,6 +81,7 @@ METHODS.update(
         "laq++": Entry("LAQ++", LAQ, "lookahead", _LAQ, {"window": 8}),
         "kvzip": Entry("KVzip", KVzip, "lookahead", "KVzip, Kim et al., 2025"),
         "kvzip+": Entry("KVzip+", KVzip, "lookahead", "KVzap, Jegou and Jeblick, 2026", {"plus": True}),
+        "kvgrad": Entry("KVgrad", KVzip, "lookahead", "KVgrad, 2026", {"gradients": True, "chunk": 256}),
         "kvzap": Entry("KVzap", KVzap, "learned gates", "KVzap, Jegou and Jeblick, 2026", required=("gates",)),
         "keydiff": Entry("KeyDiff", KeyDiff, "keys alone", _KEYDIFF),
         "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),

@@ -28,6 +28,7 @@ PROMPT_ONLY = {
     "satkv": kvops.SATKV(16, window=4, buffer=None),
     "laq": kvops.LAQ(16, steps=3),
     "kvzip": kvops.KVzip(16, instruction=(5,), next_instruction=(6,), suffix=()),
+    "kvgrad": kvops.KVzip(16, gradients=True, instruction=(5,), next_instruction=(6,), suffix=()),
     "kvzip+": kvops.KVzip(16, plus=True, instruction=(5,), next_instruction=(6,), suffix=()),
 }
 BY_KEYS = {

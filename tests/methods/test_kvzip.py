@@ -318,6 +318,41 @@ def test_kvzip_plus_is_the_released_code(n, chunk, told, dtype, group, by_layer,
             assert_kept(result.indices[b, h], total, min(4, n), min(8, n), 1e-5 * total.max())
 
 
+def test_kvgrad_weights_rows_by_the_norms_that_it_is_given():
+    """KVzip+ with hidden states of norm 1 / gradient keeps the same; a single call and a cache take the norms."""
+    chunk, passes = 20, [22, 22, 17]
+    k, v, q, own = make(n=55, t=61)
+    norms, w_o = kit.randn(2, 61).abs() + 0.1, kit.randn(24, 6 * 8)
+    hidden = torch.nn.functional.normalize(kit.randn(2, 61, 12), dim=-1) / norms.unsqueeze(-1)
+    policy = kvops.KVzip(12, gradients=True, chunk=chunk, w_o=w_o)
+    call = dict(k_repeat=own, passes=passes)
+    got = policy.compress(k, v, q, **call, gradients_repeat=norms)
+    want = kvops.KVzip(12, chunk=chunk, plus=True, w_o=w_o).compress(k, v, q, **call, hidden_repeat=hidden)
+    assert torch.equal(got.indices, want.indices)
+    other = policy.compress(k, v, q, **call, gradients_repeat=norms.flip(1))
+    assert not torch.equal(other.indices, got.indices)
+    cache = kvops.Cache(policy)
+    cache.attend(kit.randn(2, 6, 55, k.shape[3]), k, v)
+    parts = zip(q.split(passes, 2), own.split(passes, 2), norms.split(passes, 1))
+    for i, (queries, keys, weights) in enumerate(parts):
+        with cache.repeating(i * chunk, weights):
+            cache.attend(queries, keys, kit.randn(2, 2, passes[i], v.shape[3]))
+    cache.evict()
+    assert torch.equal(cache.positions, got.indices)
+    for options, says, kind in (
+        ({}, "with gradients=True a pass needs the norms of its rows' gradients, got none", ValueError),
+        (dict(gradients_repeat=norms[:, 1:]), r"gradients_repeat must be floating point \[2, 61\]", ValueError),
+        (dict(gradients_repeat=3), "gradients_repeat must be a torch.Tensor", TypeError),
+        (dict(hidden_repeat=hidden, gradients_repeat=norms), "hidden_repeat is for plus=True", ValueError),
+    ):
+        with kit.refuses(f"KVzip: {says}", kind=kind):
+            policy.compress(k, v, q, **call, **options)
+    with kit.refuses("KVzip: gradients_repeat is for gradients=True, expected None"):
+        kvops.KVzip(12, chunk=20).compress(k, v, q, **call, gradients_repeat=norms)
+    with kit.refuses("KVzip: plus and gradients both weight the rows, expected one, got both"):
+        kvops.KVzip(12, plus=True, gradients=True)
+
+
 def test_kvzip_plus_in_padded_rows_and_with_rows_that_are_not_finite():
     chunk, starts = 20, (0, 25)
     k, v, q, own = make(n=55, t=55)

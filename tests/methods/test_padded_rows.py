@@ -40,8 +40,10 @@ def inputs(n: int, seed: int) -> tuple[torch.Tensor, ...]:
 def queries(policy: kvops.Policy, q: torch.Tensor, n: int) -> tuple[tuple, dict]:
     """Return the arguments of `compress` after k and v. q: the queries of n tokens, last of q's rows."""
     if isinstance(policy, kvops.KVzip):
-        hidden = dict(hidden_repeat=q[:, 0, :n] - 1) if policy.plus else {}
-        return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1, **hidden)
+        given = dict(hidden_repeat=q[:, 0, :n] - 1) if policy.plus else {}
+        if policy.gradients:
+            given = dict(gradients_repeat=q[:, 0, :n, 0].abs())
+        return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1, **given)
     if isinstance(policy, kvops.KVzap):
         return (q[:, 0],), {}
     if isinstance(policy, kvops.LAQ):

@@ -96,8 +96,10 @@ def inputs(seed=0, n=N):
 def call_of(policy, q):
     """Return `compress`' arguments other than K and V: the queries and the layer."""
     if isinstance(policy, kvops.KVzip):
-        hidden = dict(hidden_repeat=q[:, 0, :32]) if policy.plus else {}
-        return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1, **hidden)
+        given = dict(hidden_repeat=q[:, 0, :32]) if policy.plus else {}
+        if policy.gradients:
+            given = dict(gradients_repeat=q[:, 0, :32, 0].abs())
+        return (q[:, :, :32] + 1,), dict(k_repeat=q[:, ::2, :32] - 1, **given)
     if isinstance(policy, kvops.LAQ):
         return (q[:, :, :5] + 1,), dict(q_window=q[:, :, -policy.window :]) if policy.window else {}
     if isinstance(policy, kvops.KVzap):
@@ -287,6 +289,8 @@ def changed(policy, name):
         return replace(policy, projection=torch.ones(2, 16), phase=torch.ones(2))
     if name == "w_o":
         return replace(policy, w_o=value + 1)
+    if name in ("plus", "gradients"):  # one of them at a time
+        return replace(policy, plus=name == "plus" and not value, gradients=name == "gradients" and not value)
     if name == "scope":
         return replace(policy, head_mode="adaptive", scope="model")
     if name == "shares":
@@ -399,6 +403,7 @@ WRONG = {
     "mix": [(-0.1, ValueError), (1.1, ValueError), ("half", TypeError)],
     "threshold": [(-0.1, ValueError), (math.nan, ValueError), ("half", TypeError)],
     "plus": FLAG,
+    "gradients": FLAG,
     "gates": [(3, TypeError), ([torch.zeros(2, 3)], TypeError)],
     "stages": FLAG,
     "first_stage_mass": [(-0.1, ValueError), (1.1, ValueError), (None, TypeError)],
@@ -585,7 +590,7 @@ def test_heads_alone_keep_what_they_keep_beside_others(policy, mode):
             return x[:, 2 * h : 2 * h + 2] if isinstance(x, torch.Tensor) else x
 
         own = {name: x[:, h : h + 1] if name == "k_repeat" else of(x) for name, x in options.items()}
-        own |= {name: x for name, x in options.items() if name == "hidden_repeat"}  # the same for all heads
+        own |= {name: x for name, x in options.items() if name.startswith(("hidden", "gradients"))}  # the same for all
         mine = policy if policy.w_o is None else replace(policy, w_o=policy.w_o[:, 16 * h : 16 * h + 16])
         return kept(mine.compress(k[:, h : h + 1], v[:, h : h + 1], *map(of, queries), **own))
 
