@@ -68,7 +68,8 @@ def stream(cls, given) -> None:
         return
     cache = (AttendingCache if isinstance(policy, kvops.QueryPolicy) else kvops.Cache)(policy, layer=1, num_layers=4)
     for first, end in ((0, 50), (50, 51), (51, 60)):
-        step = cache.append(k[:, :, first:end], v[:, :, first:end])
+        inputs_of = kvops.LayerInputs(q[:, 0, first:end])
+        step = cache.append(k[:, :, first:end], v[:, :, first:end], inputs=inputs_of)
         if isinstance(policy, kvops.QueryPolicy):
             cache.attention(q[:, :, first:end], *step)
 
