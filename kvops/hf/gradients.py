@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
+import functools
 import threading
 from typing import Any
 
@@ -16,12 +16,13 @@ from transformers.cache_utils import DynamicLayer
 from .arguments import CACHE
 from .attention import eager
 from .cache import EvictingLayer, KVCache
+from .weights import output_projections
 
 
 def gradient_norms(
     model: PreTrainedModel, cache: KVCache, ids: Tensor, mask: Tensor, positions: Tensor, counts: Tensor
 ) -> list[Tensor]:
-    """Return the norms of the gradients of Phi at the outputs of the evicting layers' attention modules: fp32 [b, t].
+    """Return the norms of the gradients of Phi at the outputs of the evicting layers' output projections: fp32 [b, t].
 
     Phi is the sum of the squared norms of what the model's last layer returns for the tokens that count. The model
     reads the tokens after those that the cache holds, with torch's attention, and the cache stays as it is.
@@ -35,18 +36,17 @@ def gradient_norms(
         counts: bool [b, t], which tokens count.
     """
     evicting = [i for i, x in enumerate(cache.layers) if isinstance(x, EvictingLayer)]
-    attentions, last = _attention_modules(model, evicting), _last_layer(model, len(cache.layers))
+    last, projections = _last_layer(model, len(cache.layers)), output_projections(model)
     probes: dict[int, Tensor] = {}
     returned: list[Tensor] = []
     here = threading.get_ident()  # other threads may call the model meanwhile
 
     @eager
-    def add_probe(module: nn.Module, args: Any, out: Any) -> Any:
+    def add_probe(layer: int, module: nn.Module, args: Any, out: Tensor) -> Tensor:
         if threading.get_ident() != here:
             return out
-        first = out[0] if isinstance(out, tuple) else out
-        probes[module.layer_idx] = probe = torch.zeros_like(first, requires_grad=True)  # type: ignore[index]
-        return (first + probe, *out[1:]) if isinstance(out, tuple) else first + probe
+        probes[layer] = torch.zeros_like(out, requires_grad=True)
+        return out + probes[layer]
 
     @eager
     def note(module: nn.Module, args: Any, out: Any) -> None:
@@ -54,8 +54,8 @@ def gradient_norms(
             returned.append(out[0] if isinstance(out, tuple) else out)
 
     with contextlib.ExitStack() as hooks, torch.inference_mode(False), torch.enable_grad():
-        for module in attentions:
-            hooks.callback(module.register_forward_hook(add_probe).remove)
+        for i in evicting:
+            hooks.callback(projections[i].register_forward_hook(functools.partial(add_probe, i)).remove)
         hooks.callback(last.register_forward_hook(note).remove)
         ids, mask, positions, counts = (x.clone() for x in (ids, mask, positions, counts))  # as in `_plain`
         model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **{CACHE: _plain(cache)})
@@ -69,7 +69,7 @@ def gradient_norms(
                 f"kvops.hf: KVgrad expected a model that autograd can follow, got {type(model).__name__}: {error}; use "
                 "kvops.KVzip without gradients"
             ) from error
-    return [x.float().norm(dim=-1) for x in found]
+    return [x.float().norm(dim=-1).view(ids.shape) for x in found]
 
 
 def _plain(cache: KVCache) -> KVCache:
@@ -86,21 +86,6 @@ def _plain(cache: KVCache) -> KVCache:
         twin.update(k.clone(), v.clone())  # clones, because autograd cannot save tensors of an inference mode
         plain.layers.append(twin)
     return plain
-
-
-def _attention_modules(model: nn.Module, layers: list[int]) -> list[nn.Module]:
-    """Return the attention module of each layer, the innermost module with its `layer_idx` that takes hidden states."""
-    found: dict[int, nn.Module] = {}
-    for module in model.modules():  # outer modules come first
-        layer = getattr(module, "layer_idx", None)
-        if isinstance(layer, int) and "hidden_states" in inspect.signature(module.forward).parameters:
-            found[layer] = module
-    if missing := [i for i in layers if i not in found]:
-        raise NotImplementedError(
-            f"kvops.hf: KVgrad expected attention modules with a layer_idx in {type(model).__name__}, found none for "
-            f"layer {missing[0]}; use kvops.KVzip without gradients"
-        )
-    return [found[i] for i in layers]
 
 
 def _last_layer(model: nn.Module, count: int) -> nn.Module:

@@ -41,21 +41,27 @@ def output_weights(model: PreTrainedModel) -> tuple[Tensor, ...]:
         ValueError: A layer has no such projection, or several. Or the projection is not linear: the products of random
             vectors and of the weights differ by more than 5 % of their norm.
     """
-    layers = KVCache(model.config, Full()).layers
-    evicting = [i for i, x in enumerate(layers) if isinstance(x, EvictingLayer)]
-    found = _projections(model)
-    for i in evicting:
-        if len(found.get(i, ())) != 1:
-            got = "several" if i in found else "none"
+    found = output_projections(model)
+    dtype = next((x.dtype for x in model.parameters() if is_float(x)), torch.float32)
+    with torch.inference_mode(False), torch.no_grad():
+        config = model.config.get_text_config(decoder=True)
+        return tuple(_weights(found[i], i, config, dtype) for i in found)
+
+
+def output_projections(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """Return the output projections of the layers that evict. Raises ValueError if a layer has none, or several."""
+    layers, projections = KVCache(model.config, Full()).layers, _projections(model)
+    found: dict[int, nn.Module] = {}
+    for i in (i for i, x in enumerate(layers) if isinstance(x, EvictingLayer)):
+        if len(projections.get(i, ())) != 1:
+            got = "several" if i in projections else "none"
             raise ValueError(
                 f"output_weights: expected one attention module with layer_idx={i} and a linear layer named "
                 f"{', '.join(PROJECTIONS)} in {type(model).__name__}, found {got}; pass the weights to the policy "
                 "yourself"
             )
-    dtype = next((x.dtype for x in model.parameters() if is_float(x)), torch.float32)
-    with torch.inference_mode(False), torch.no_grad():
-        config = model.config.get_text_config(decoder=True)
-        return tuple(_weights(found[i][0], i, config, dtype) for i in evicting)
+        [found[i]] = projections[i]
+    return found
 
 
 def _projections(model: nn.Module) -> dict[int, list[nn.Module]]:

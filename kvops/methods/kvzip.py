@@ -69,7 +69,7 @@ class KVzip(QueryPolicy):
     ```
 
     KVgrad (gradients=True) weights the rows by how sensitive the model's last hidden states are to what the layer's
-    attention returns for them, r_i, instead:
+    output projection returns for them, r_i, instead:
 
     ```text
     score   = max over the group's query heads h and the rows i of the pass of a[i, j] * ||W_O^h v_j|| * g_i
