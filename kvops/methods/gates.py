@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from ..ops.checks import MAX_LAYERS, check_finite, check_int, inference_only, plain
+from .stored import to_file
 
 WHO = "Gates"
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -141,19 +141,12 @@ class Gates:
 
     def save(self, path: str | Path) -> None:
         """Write the gates to a safetensors file. An existing file is replaced when the new one is complete."""
-        from safetensors.torch import save_file
-
         if not isinstance(path, (str, Path)):
             raise TypeError(f"{WHO}: path must be a str or a Path, got {type(path).__name__}")
         if not Path(path).absolute().parent.is_dir():
             raise FileNotFoundError(f"{WHO}: there is no folder {Path(path).parent}")
         tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in self._named()}
-        new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
-        try:
-            save_file(tensors, new, {"format": "pt"})
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        to_file(path, tensors, {"format": "pt"})
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """The tensors by their names in a file, which are those of a torch.nn.ModuleList named layers."""

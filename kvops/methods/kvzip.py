@@ -363,9 +363,13 @@ def _pass_slots(
     slot = torch.arange(held + most + t, device=device)
     own = slot - held - count
     at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
-    row = torch.arange(t, device=device)
-    rows = torch.where(count > 0, t - (count.max() - count), 0)  # shorter chunks have fewer rows
+    row, rows = torch.arange(t, device=device), _rows(count, t)
     return at.clamp(max=n + t - 1), own < 0, torch.where(row < rows, held + count + row + 1, 0).int()
+
+
+def _rows(count: Tensor, t: int) -> Tensor:
+    """How many of the t rows of a pass count for chunks of `count` tokens: fewer for shorter chunks, none if empty."""
+    return torch.where(count > 0, t - (count.max() - count), 0)
 
 
 def _gather(k: Tensor, at: Tensor) -> Tensor:
@@ -393,6 +397,5 @@ def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
 
 def repeat_counts(policy: KVzip, valid: Tensor, first: int, t: int) -> Tensor:
     """Which of the t tokens of a pass are not arbitrary: bool [b, t]. valid, first: as for `repeat_ids`."""
-    own = (valid - first).clamp(0, policy.chunk)
-    rows = torch.where(own > 0, t - (own.max() - own), 0)
-    return torch.arange(t, device=valid.device) < rows[:, None]
+    count = (valid - first).clamp(0, policy.chunk)[:, None]
+    return torch.arange(t, device=valid.device) < _rows(count, t)

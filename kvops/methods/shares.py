@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .stored import from_file
+from .stored import from_file, to_file
 from .view import View
 
 #: Floating point [layers, Hk], or the path of a file that `save_shares` wrote.
@@ -87,12 +87,10 @@ def save_shares(shares: Tensor, path: str | Path) -> None:
         TypeError: `shares` is not a tensor.
         ValueError: `shares` has another shape, dtype or values.
     """
-    from safetensors.torch import save_file
-
     if not isinstance(shares, Tensor):
         raise TypeError(f"save_shares: shares must be a torch.Tensor, got {type(shares).__name__}")
     _check_values("save_shares", shares)
-    save_file({_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()}, path)
+    to_file(path, {_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()})
 
 
 def _load(path: str) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ..ops import rope_at_slots
 from ..ops.checks import MAX_LAYERS, check_bool, check_finite, check_int, check_layers, plain
 from ..ops.rope import Rope
 from .base import KeyPolicy, Needs
-from .stored import from_file
+from .stored import from_file, to_file
 from .view import OfLayer, View
 
 FORMAT = "kvops query statistics 1"
@@ -138,8 +137,6 @@ class QueryStatistics:
 
     def save(self, path: str | Path) -> None:
         """Write the statistics to a safetensors file. An existing file is replaced when the new one is complete."""
-        from safetensors.torch import save_file
-
         tensors = {"inv_freq": self.rope.inv_freq.float().contiguous().cpu()}
         for name in PER_LAYER:
             tensors |= {f"{name}.{i}": x.detach().contiguous().cpu() for i, x in enumerate(getattr(self, name))}
@@ -147,12 +144,7 @@ class QueryStatistics:
             layers=len(self.mean), interleaved=self.rope.interleaved, scaling=self.rope.scaling, scale=self.scale
         )
         tensors = {name: x.clone() for name, x in tensors.items()}  # safetensors takes no shared memory
-        new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
-        try:
-            save_file(tensors, new, {"format": FORMAT, "settings": json.dumps(more)})
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        to_file(path, tensors, {"format": FORMAT, "settings": json.dumps(more)})
 
     @staticmethod
     def load(path: str | Path) -> QueryStatistics:

@@ -1,14 +1,29 @@
-"""Settings that a policy takes as the path of a file."""
+"""Settings that a policy takes as the path of a safetensors file."""
 
 from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from torch import Tensor
+
 T = TypeVar("T")
+
+
+def to_file(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors on the CPU to a safetensors file. An existing file is replaced when the new one is complete."""
+    from safetensors.torch import save_file
+
+    new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
+    try:
+        save_file(tensors, new, metadata)
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def from_file(who: str, setting: str, path: str | Path, load: Callable[[str], T]) -> T:
