@@ -782,11 +782,23 @@ def test_adapters_are_refused_where_the_policy_reads_weights(spec, name, monkeyp
 
 
 def test_weights_are_read_from_packed_projections(monkeypatch):
-    """In bf16 vLLM's CPU build packs them and frees the originals."""
+    """In bf16 vLLM's CPU build packs them and frees the originals; on a CPU without AVX-512 this test does."""
+    from vllm.model_executor.layers import utils
+
     from kvops.vllm import worker
 
     with_weights, plans = worker.with_weights, []
     monkeypatch.setattr(worker, "with_weights", lambda *args: plans.append(with_weights(*args)) or plans[-1])
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def pack(layer, remove_weight):
+        dispatch(layer, remove_weight)
+        if remove_weight and layer.weight.numel():
+            packed = layer.weight.detach().clone()
+            layer.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed, bias)
+            layer.weight = torch.nn.Parameter(packed.new_empty(0), requires_grad=False)
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", pack)
     with engine("criticalkv:budget=100,window=8", dtype="bfloat16") as (llm, _):
         (sizes,) = llm.apply_model(_projection_sizes)
         generate(llm, [prompt(58291740, 0, 700)])
