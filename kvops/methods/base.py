@@ -590,8 +590,9 @@ class BudgetPolicy(Policy):
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
     """
 
     budget: Budget
@@ -706,7 +707,9 @@ class BudgetPolicy(Policy):
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
         if self.shares is not None:
-            return torch.tensor([self._fixed(view)] * view.rows, dtype=torch.int32, device=scores.device)
+            tokens = view.row_tokens()
+            each = {x: self._fixed(view, x) for x in set(tokens)}
+            return torch.tensor([each[x] for x in tokens], dtype=torch.int32, device=scores.device)
         check_shared(self.name, budget, self.sinks or recent)
         assert not isinstance(budget, Tensor)  # `check` refuses it
         newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
@@ -723,15 +726,15 @@ class BudgetPolicy(Policy):
         With `shares`: the mean over the heads of the layer, rounded down.
         """
         if self.shares is not None:
-            return sum(self._fixed(view)) // view.heads
+            return sum(self._fixed(view, view.seen)) // view.heads
         keep = budget_tokens(self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
 
-    def _fixed(self, view: View) -> list[int]:
-        """With `shares`: the tokens that each head of the layer keeps."""
+    def _fixed(self, view: View, seen: int) -> list[int]:
+        """With `shares`: the tokens that each head of the layer keeps in a row of `seen` tokens."""
         assert self.shares is not None
         keep = budget_tokens(self.budget, view.seen)
-        return fixed_budgets(self.name, self.shares, view, keep, self.sinks + self.newest(keep))
+        return fixed_budgets(self.name, self.shares, view, seen, keep, self.sinks + self.newest(keep))
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""

@@ -101,8 +101,9 @@ def chunkkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -199,8 +200,9 @@ def criticalkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -313,8 +315,9 @@ def defensivekv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -411,8 +414,9 @@ def expectedattention_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -511,8 +515,9 @@ def h2o_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -602,8 +607,9 @@ def keydiff_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -707,8 +713,9 @@ def kvzap_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. With a threshold a cache
@@ -841,8 +848,9 @@ def kvzip_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
@@ -938,8 +946,9 @@ def l2_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1204,8 +1213,9 @@ def laq_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1322,8 +1332,9 @@ def protokv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
@@ -1429,8 +1440,9 @@ def pyramidkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1506,8 +1518,9 @@ def random_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1600,8 +1613,9 @@ def rkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1687,8 +1701,9 @@ def satkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1776,8 +1791,9 @@ def snapkv_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1845,8 +1861,9 @@ def streamingllm_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1929,8 +1946,9 @@ def tova_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -2016,8 +2034,9 @@ def triattention_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -2119,8 +2138,9 @@ def vase_compress(
         shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
-            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use is not
-            given to other heads. A fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
+            calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps

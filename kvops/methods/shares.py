@@ -49,11 +49,11 @@ def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
         raise ValueError(f"{op}: {who} does not support shares of heads, expected shares=None, got {shares!r}")
 
 
-def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) -> list[int]:
-    """The tokens of each head of the view's layer, at least 1, and at most the tokens seen, or `least` if that is more.
+def fixed_budgets(op: str, shares: Shares, view: View, seen: int, budget: int, least: int) -> list[int]:
+    """The tokens of each head of the view's layer, of a row with `seen` tokens: at least `least` and 1, at most all.
 
-    `least` are what every head keeps. The rest of the budget, times the head's share over the mean share of all heads,
-    is rounded to the nearest.
+    `least` are what every head keeps. The rest of the budget is divided among the heads of the model in proportion to
+    their shares, and rounded to the nearest.
     """
     table, (layer, num_layers) = _table(op, shares), view.layer_and_count(op)
     if tuple(table.shape) != (num_layers, view.heads):
@@ -61,9 +61,20 @@ def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) 
             f"{op}: shares must be [layers that evict, Hk], expected [{num_layers}, {view.heads}], got "
             f"{list(table.shape)}"
         )
-    values = table.detach().double()
-    rest, most = max(0, budget - least), max(least, view.seen)
-    return [min(max(1, least + round(rest * x)), most) for x in (values[layer] / values.mean()).tolist()]
+    rest, most = max(0, budget - least), max(0, seen - least)
+    each = _divided(table.detach().double(), rest * table.numel(), most)[layer]
+    return [max(1, least + round(x)) for x in each.tolist()]
+
+
+def _divided(shares: Tensor, total: int, most: int) -> Tensor:
+    """Divide a total in proportion to shares, without rounding; what is over `most` of one goes to the others."""
+    found, free = torch.zeros_like(shares), shares > 0
+    while free.any():
+        part = shares * (total / shares[free].sum())
+        if not (over := free & (part > most)).any():
+            return torch.where(free, part, found)
+        found[over], free, total = most, free & ~over, total - most * int(over.sum())
+    return found
 
 
 def check_layers_of_shares(op: str, shares: Shares, num_layers: int) -> None:

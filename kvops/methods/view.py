@@ -130,6 +130,12 @@ class View:
             return self.n
         return (self.lengths if self.starts is None else self.starts + self.lengths).clamp(0, self.n)
 
+    def row_tokens(self) -> list[int]:
+        """The tokens of each row so far, without padding."""
+        if self.lengths is not None:
+            return self.lengths.clamp(0, self.n).tolist()
+        return [self.seen] * self.rows if self.padding is None else (self.seen - self.padding).clamp(min=0).tolist()
+
     @property
     def spans(self) -> dict[str, Any]:
         """starts, lengths and fill_invalid, as a selection takes them. Padding that must stay counts as valid."""

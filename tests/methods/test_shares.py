@@ -99,16 +99,38 @@ def test_the_first_stage_of_defensivekv_is_the_layers():
         assert torch.equal(cache.positions, want)
 
 
-def test_heads_with_more_than_there_is():
-    """A head whose share is more than the tokens seen keeps them all, and the others keep theirs."""
-    q, k, v = inputs(n=30)
-    cache = kvops.Cache(kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES, buffer=2), layer=2, num_layers=LAYERS)
-    cache.attend(q, k, v)
-    assert cache.lengths.tolist() == [[30, 5]] * 2
-    for step in range(60):
-        cache.attend(*inputs(n=1, seed=step))
-    lengths = cache.lengths[0].tolist()
-    assert 55 <= lengths[0] <= 57 and 5 <= lengths[1] <= 7
+def test_what_a_head_cannot_use_goes_to_the_others():
+    """By hand: 120 tokens for six heads that can hold 30 each; three hold all, and one has no share."""
+    want = [[1, 20], [30, 30], [30, 10]]
+    caches = []
+    for layer, each in enumerate(want):
+        policy = kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES, buffer=2)
+        caches.append(kvops.Cache(policy, layer=layer, num_layers=LAYERS))
+        caches[layer].attend(*inputs(n=30))
+        assert caches[layer].lengths.tolist() == [each] * 2
+    for step in range(60):  # more tokens, and in the end no head can hold too few
+        for cache in caches:
+            cache.attend(*inputs(n=1, seed=step))
+    for cache, each in zip(caches, ([1, 10], [20, 30], [55, 5])):
+        lengths = cache.lengths[0].tolist()
+        assert all(x <= y <= x + 2 for x, y in zip(each, lengths)), lengths
+    everything = replace(policy, budget=30)
+    kept = everything.compress(*inputs(n=30)[1:], layer=2, num_layers=LAYERS)
+    assert (kept.indices >= 0).sum(-1).tolist() == [[30, 30]] * 2
+
+
+@pytest.mark.parametrize("sinks, recent", [(0, 0), (3, 5)])
+def test_a_budget_is_used_whole(sinks, recent):
+    """Whatever the shares, as long as the heads that have one can hold it."""
+    _, k, v = inputs()
+    for seed in range(20):
+        shares = torch.rand(LAYERS, 2, generator=torch.Generator().manual_seed(seed)) ** 4
+        policy = kvops.KeyDiff(40, sinks=sinks, recent=recent, head_mode="adaptive", shares=shares)
+        kept = [policy.compress(k, v, layer=i, num_layers=LAYERS).indices[0] for i in range(LAYERS)]
+        each = [(x >= 0).sum(-1).double() for x in kept]
+        assert abs(torch.cat(each).mean() - 40) < 0.5
+        ranked = torch.cat(each)[shares.flatten().argsort()]
+        assert (ranked.diff() >= 0).all()
 
 
 @pytest.mark.parametrize(
@@ -130,13 +152,19 @@ def test_fewer_tokens_than_are_always_kept(policy):
 
 def test_padded_rows_keep_as_many_as_they_have():
     q, k, v = inputs()
-    cache = kvops.Cache(kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES), layer=2, num_layers=LAYERS)
+    policy = kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES)
+    cache, alone = (kvops.Cache(policy, layer=2, num_layers=LAYERS) for _ in range(2))
     cache.set_pads(kit.int32(0, 25))
     cache.attend(q, k, v)
-    assert cache.lengths.tolist() == [[55, 5], [35, 5]]
-    alone = kvops.Cache(kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES), layer=2, num_layers=LAYERS)
+    assert cache.lengths.tolist() == [[55, 5], [35, 7]]  # 85 for shares of 0.5, 1, 1.5 (at most 35) and 0.25
     alone.attend(q[1:, :, 25:], k[1:, :, 25:], v[1:, :, 25:])
-    assert torch.equal(cache.positions[1, 1, :5] - 25, alone.positions[0, 1, :5])
+    assert torch.equal(cache.lengths[1], alone.lengths[0])
+    assert torch.equal(cache.positions[1, 1, :7] - 25, alone.positions[0, 1, :7])
+    kept = policy.compress(k, v, layer=2, num_layers=LAYERS, starts=kit.int32(0, 25)).indices
+    assert (kept >= 0).sum(-1).tolist() == [[55, 5], [35, 7]]
+    lengths = kit.int32(60, 35)
+    kept = policy.compress(k, v, layer=2, num_layers=LAYERS, lengths=lengths).indices
+    assert (kept >= 0).sum(-1).tolist() == [[55, 5], [35, 7]]
 
 
 def test_kvzip_evicts_each_layer_to_its_shares():
@@ -150,7 +178,11 @@ def test_kvzip_evicts_each_layer_to_its_shares():
         with cache.repeating(0):
             cache.attend(q + 1, k - 1, v)
     evict_repeated(caches)
-    assert [len(x) for x in caches] == [60, 12, 14]
+    assert [len(x) for x in caches] == [
+        60,
+        16,
+        20,
+    ]  # beside the sinks 44 of 156 are left for shares of 0.6, 0.6, 0.2, 0.8
     with kit.refuses("KVzip: shares and scope='model' both divide the budget"):
         replace(policy, scope="model")
 
