@@ -45,7 +45,9 @@ Modules:
 - `generation`: `lookahead`, `repeat`
 - `drafts`: prompt lookup and assisted decoding
 - `weights`: `output_weights`
-- `shares`: `head_shares`
+- `shares`: `head_shares`, `retrieval_shares`
+- `duo`: `duo_shares`
+- `passkeys`: `passkey_texts`
 - `gates`: `gate_data`
 - `gradients`: what KVgrad needs of a pass
 - `inputs`: what attention modules are called with, for policies that read it
@@ -81,11 +83,13 @@ from .attention import use_attention
 from .batching import continuous_batching
 from .cache import EvictingLayer, KVCache, LayerStats, Stage
 from .compression import Compression, compress, generate
+from .duo import duo_shares
 from .gates import gate_data
 from .generation import decode_greedily, lookahead, repeat, repeat_prompts
+from .passkeys import PasskeyTexts, passkey_texts
 from .requirements import for_model
 from .rope import model_rope
-from .shares import head_shares
+from .shares import head_shares, retrieval_shares
 from .statistics import query_statistics
 from .weights import output_weights
 
@@ -94,10 +98,12 @@ __all__ = [
     "EvictingLayer",
     "KVCache",
     "LayerStats",
+    "PasskeyTexts",
     "Stage",
     "compress",
     "continuous_batching",
     "decode_greedily",
+    "duo_shares",
     "for_model",
     "gate_data",
     "generate",
@@ -106,6 +112,8 @@ __all__ = [
     "repeat",
     "repeat_prompts",
     "head_shares",
+    "passkey_texts",
+    "retrieval_shares",
     "query_statistics",
     "output_weights",
     "use_attention",

@@ -293,22 +293,41 @@ def _plain_attention(
     causal: bool,
 ) -> Tensor:
     """Compute attention with a softcap or sinks for layers that do not evict, in plain PyTorch: sdpa has neither."""
-    b, heads, t, _ = query.shape
-    groups = key.shape[1]
-    logits = (query.unflatten(1, (groups, -1)) @ key.unsqueeze(2).mT).float()  # [b, Hk, G, t, n]
-    logits *= query.shape[-1] ** -0.5 if scaling is None else scaling
-    if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
+    n = key.shape[2]
     if mask is None and causal:
-        mask = torch.ones(t, key.shape[2], dtype=torch.bool, device=key.device).tril(key.shape[2] - t)[None, None]
+        mask = causal_mask(query.shape[2], n, key.device)
+    weights = softmax_weights(attention_logits(query, key, scaling, softcap), mask, s_aux)
+    return (weights.to(value.dtype) @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def causal_mask(t: int, n: int, device: torch.device) -> Tensor:
+    """Return which of n keys each of the last t queries sees: bool [1, 1, t, n]."""
+    return torch.ones(t, n, dtype=torch.bool, device=device).tril(n - t)[None, None]
+
+
+def attention_logits(query: Tensor, key: Tensor, scaling: float | None, softcap: float | None) -> Tensor:
+    """Compute the logits of attention in plain PyTorch: fp32 [b, Hk, G, t, n].
+
+    query: [b, Hq, t, d]. key: [b, Hk, n, d].
+    """
+    logits = (query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT).float()
+    logits = logits * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    return logits if softcap is None else softcap * (logits / softcap).tanh()
+
+
+def softmax_weights(logits: Tensor, mask: Tensor | None, s_aux: Tensor | None) -> Tensor:
+    """Compute the softmax of logits, [b, Hk, G, t, n], without the weights of the sinks; 0 in rows that see nothing.
+
+    mask: [b or 1, Hk or 1, t, n], bool, or added to the logits. s_aux: [Hq], the logits of the sinks.
+    """
+    *lead, t, n = logits.shape
     if mask is not None:
         mask = mask.unsqueeze(2)
         logits = logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
     if s_aux is not None:
-        sink = s_aux.float().view(1, groups, -1, 1, 1).expand(b, -1, -1, t, -1)
+        sink = s_aux.float().view(1, *lead[1:], 1, 1).expand(*lead, t, -1)
         logits = torch.cat((logits, sink), -1)
-    weights = logits.softmax(-1).nan_to_num(0.0)[..., : key.shape[2]]  # 0 for rows that see nothing
-    return (weights.to(value.dtype) @ value.unsqueeze(2)).reshape(b, heads, t, -1).transpose(1, 2).contiguous()
+    return logits.softmax(-1).nan_to_num(0.0)[..., :n]
 
 
 AttentionInterface.register(ATTENTION, _attention)

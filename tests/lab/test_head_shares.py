@@ -14,9 +14,23 @@ def test_it_writes_the_shares_and_says_how_alike_they_are(tmp_path, capsys):
     text.write_text("The heads that look far back need more of the cache. " * 20)
     head_shares.main(["--file", str(file), "--text", str(text), "--tokens", "300"])
     said = capsys.readouterr().out
-    assert "texts of 300 tokens; shares from " in said and "correlation between texts at least " in said
+    assert (
+        "texts of 300 tokens in " in said and "; shares from " in said and "correlation between texts at least " in said
+    )
     shares = _load(file)
     assert shares.dim() == 2 and abs(shares.mean().item() - 1) < 1e-5
     kvops.KeyDiff(64, head_mode="adaptive", shares=str(file))
     head_shares.main(["--file", str(file), "--text", str(text), "--tokens", "900"])
-    assert "1 texts of 900 tokens" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 texts of 900 tokens" in said and "correlation" not in said
+
+
+@pytest.mark.parametrize("way", ["retrieval", "duo"])
+def test_other_ways(way, tmp_path, capsys):
+    file, text = tmp_path / "shares.safetensors", tmp_path / "text"
+    text.write_text("The heads that look far back need more of the cache. " * 80)
+    head_shares.main(["--file", str(file), "--text", str(text), "--tokens", "2000", "--by", way, "--floor", "0.25"])
+    said = capsys.readouterr().out
+    assert "2 texts of 2000 tokens" in said and ("correlation" in said) == (way == "retrieval")
+    shares = _load(file)
+    assert abs(shares.mean().item() - 1) < 1e-5 and 0.25 - 1e-5 <= shares.min() < shares.max()
