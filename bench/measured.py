@@ -718,8 +718,10 @@ def by_heads_table(record: str) -> str:
                 cells[x["method"], task, point, size] = shown
     lines = [head, ["---"] * len(head)]
     names = dict.fromkeys(x["method"] for x in rows)
+    several = len({*re.findall(r"shares=build/eval/(\w+)\.safetensors", " ".join(names))}) > 1
     for name in sorted(names, key=lambda x: x != "Full"):
-        shown = re.sub(r"build/eval/\w+\.safetensors", "...", name)
+        shown = re.sub(r"shares=build/eval/(\w+)\.safetensors", r"shares=\1", name) if several else name
+        shown = re.sub(r"build/eval/\w+\.safetensors", "...", shown)
         lines.append([shown, *(cells.get((name, task, point, size), "") for _, point, size, task in columns)])
     return markdown(lines)
 

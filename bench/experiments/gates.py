@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a text")
     parser.add_argument("--width", type=int, help="channels between two maps; without it gates are linear")
     a = parser.parse_args(argv)
+    a.file.parent.mkdir(parents=True, exist_ok=True)  # before what takes minutes
     transformers.utils.logging.set_verbosity_error()  # the library is longer than the model's context, on purpose
     tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)

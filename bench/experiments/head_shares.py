@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--by", choices=WAYS, default="kvzip", help="how the shares are measured")
     parser.add_argument("--floor", type=float, default=0.0, help="part of all shares that is equal for all heads")
     a = parser.parse_args(argv)
+    a.file.parent.mkdir(parents=True, exist_ok=True)  # before what takes minutes
     tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(a.model, dtype=a.dtype).to(a.device)
     ids = common.load_text(a.model, a.text, a.device)[0]

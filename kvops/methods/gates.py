@@ -141,12 +141,8 @@ class Gates:
 
     def save(self, path: str | Path) -> None:
         """Write the gates to a safetensors file. An existing file is replaced when the new one is complete."""
-        if not isinstance(path, (str, Path)):
-            raise TypeError(f"{WHO}: path must be a str or a Path, got {type(path).__name__}")
-        if not Path(path).absolute().parent.is_dir():
-            raise FileNotFoundError(f"{WHO}: there is no folder {Path(path).parent}")
         tensors = {name: x.to("cpu", copy=True).contiguous() for name, x in self._named()}
-        to_file(path, tensors, {"format": "pt"})
+        to_file(WHO, path, tensors, {"format": "pt"})
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """The tensors by their names in a file, which are those of a torch.nn.ModuleList named layers."""

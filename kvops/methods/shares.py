@@ -95,13 +95,14 @@ def save_shares(shares: Tensor, path: str | Path) -> None:
         path: The file, which is replaced if it exists.
 
     Raises:
-        TypeError: `shares` is not a tensor.
+        TypeError: `shares` is not a tensor, or the path is not one.
         ValueError: `shares` has another shape, dtype or values.
+        FileNotFoundError: There is no such folder.
     """
     if not isinstance(shares, Tensor):
         raise TypeError(f"save_shares: shares must be a torch.Tensor, got {type(shares).__name__}")
     _check_values("save_shares", shares)
-    to_file(path, {_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()})
+    to_file("save_shares", path, {_NAME: shares.detach().to("cpu", torch.float32, copy=True).contiguous()})
 
 
 def _load(path: str) -> Tensor:

@@ -144,7 +144,7 @@ class QueryStatistics:
             layers=len(self.mean), interleaved=self.rope.interleaved, scaling=self.rope.scaling, scale=self.scale
         )
         tensors = {name: x.clone() for name, x in tensors.items()}  # safetensors takes no shared memory
-        to_file(path, tensors, {"format": FORMAT, "settings": json.dumps(more)})
+        to_file("QueryStatistics.save", path, tensors, {"format": FORMAT, "settings": json.dumps(more)})
 
     @staticmethod
     def load(path: str | Path) -> QueryStatistics:

@@ -14,10 +14,19 @@ from torch import Tensor
 T = TypeVar("T")
 
 
-def to_file(path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write tensors on the CPU to a safetensors file. An existing file is replaced when the new one is complete."""
+def to_file(who: str, path: str | Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write tensors on the CPU to a safetensors file. An existing file is replaced when the new one is complete.
+
+    Raises:
+        TypeError: The path is not a str or a Path.
+        FileNotFoundError: There is no such folder.
+    """
     from safetensors.torch import save_file
 
+    if not isinstance(path, (str, Path)):
+        raise TypeError(f"{who}: path must be a str or a Path, got {type(path).__name__}")
+    if not (folder := Path(path).parent).is_dir():
+        raise FileNotFoundError(f"{who}: there is no folder {folder}")
     new = Path(f"{path}.{os.getpid()}.{threading.get_ident()}.new")
     try:
         save_file(tensors, new, metadata)

@@ -214,6 +214,8 @@ def test_files(tmp_path):
             replace(named, shares=str(file)).compress(k, v, **place)
     with pytest.raises(FileNotFoundError, match="KeyDiff: shares must be the path of a file"):
         replace(named, shares=str(tmp_path / "none")).compress(k, v, **place)
+    with pytest.raises(FileNotFoundError, match="save_shares: there is no folder .*none"):
+        kvops.save_shares(SHARES, tmp_path / "none" / "new")
     for wrong, kind in ((3, TypeError), (torch.ones(3), ValueError), (SHARES - 1, ValueError)):
         with kit.refuses("save_shares: ", kind=kind):
             kvops.save_shares(wrong, path)
