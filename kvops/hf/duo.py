@@ -15,10 +15,10 @@ from ..methods import Full
 from ..methods.view import LayerInputs
 from ..ops.checks import check_int
 from .arguments import CACHE
-from .attention import attention_logits, causal_mask, own_attention, softmax_weights, unwrap
+from .attention import attention_logits, causal_mask, own_attention, softmax_weights
 from .cache import EvictingLayer, KVCache
 from .passkeys import PasskeyTexts
-from .shares import check_texts, evicting_layers
+from .shares import check_texts, evicting_layers, reading_model
 
 
 def duo_shares(
@@ -51,8 +51,8 @@ def duo_shares(
     policy = kvops.KeyDiff(1024, head_mode="adaptive", shares=0.1 + 0.9 * alpha / alpha.mean())
     ```
 
-    The model reads each text up to its first answer once, with full attention, and keeps its keys and values; a step
-    reads the rest. This is how a cache evicts a prompt.
+    The model reads each text up to its first answer once, with full attention, as a cache does before it evicts. The
+    keys and values of all texts stay in memory. A step reads the rest of one text.
 
     Args:
         model: A causal language model of transformers that `use_attention` supports, in floating point.
@@ -68,15 +68,16 @@ def duo_shares(
 
     Raises:
         TypeError: texts are not `PasskeyTexts`, or an argument has the wrong type.
-        ValueError: An argument has the wrong value, texts do not fit each other, or the model is not supported.
-        NotImplementedError: Autograd cannot follow the model.
+        ValueError: An argument has the wrong value, texts do not fit each other, gradients are not finite, or the model
+            is not supported, or in train mode.
+        NotImplementedError: Autograd cannot follow the model, or it cannot read a text in two parts.
 
-    Source: DuoAttention, Xiao et al., 2024, Sec. 2.2. There the whole text is read with the mixture, with 128 sinks, 256
-    newest tokens, 2,000 steps, a rate of 0.02 and a penalty of 0.05. The defaults here are for shorter texts and fewer
-    steps, and were chosen on SmolLM2-135M.
+    Source: DuoAttention, Xiao et al., 2024, Sec. 2.2. There the whole text is read with the mixture, with 128 sinks,
+    256 newest tokens, 2,000 steps, a rate of 0.02 and a penalty of 0.05. The defaults here are for shorter texts and
+    fewer steps, and were chosen on SmolLM2-135M.
     """
     who = "duo_shares"
-    inner: Any = unwrap(who, model)
+    inner = reading_model(who, model)
     check_texts(who, texts)
     for name, value, least in (("sinks", sinks, 0), ("recent", recent, 1), ("steps", steps, 1)):
         check_int(who, name, value, least)
@@ -92,17 +93,12 @@ def duo_shares(
     first = int(texts.answers.min()) - 1  # the first token that predicts one of an answer
     with own_attention(inner), torch.inference_mode(False), torch.enable_grad():
         ids = texts.ids.to(inner.device, copy=True)  # autograd cannot save tensors of an inference mode
-        rows = texts.predicting()[:, first:].to(inner.device)
-        mixed = [_Mixed(inner, x[:first], x[first:], sinks, recent) for x in ids[:steps]]
-        with torch.no_grad():
-            whole = [x.hidden(None)[own] for x, own in zip(mixed, rows)]
+        mixed = [_Mixed(inner, *x, first, sinks, recent) for x in zip(ids[:steps], texts.predicting())]
         # A tensor for each layer, because autograd then notices a layer that it cannot reach.
-        alpha = [torch.ones(x, device=inner.device, requires_grad=True) for x in mixed[0].heads(who)]
+        alpha = [torch.ones(x, device=inner.device, dtype=torch.float32, requires_grad=True) for x in mixed[0].heads()]
         optimizer = torch.optim.AdamW(alpha, weight_decay=0.0)
         for step in range(steps):
-            i = step % len(ids)
-            lost = (mixed[i].hidden(alpha)[rows[i]] - whole[i]).float().square().mean()
-            for x, gradient in zip(alpha, _gradients(inner, lost, alpha)):
+            for x, gradient in zip(alpha, mixed[step % len(mixed)].gradients(alpha)):
                 x.grad = gradient + penalty / (len(alpha) * len(x))
             fifth = max(1, steps // 5)
             optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / fifth, (steps - step) / fifth)
@@ -113,24 +109,42 @@ def duo_shares(
 
 
 class _Mixed:
-    """A model whose heads mix two attentions, over the last tokens of a text whose first it has read in full."""
+    """A model whose heads mix two attentions over the last tokens of a text, and has read the first in full.
 
-    def __init__(self, model: Any, first: Tensor, last: Tensor, sinks: int, recent: int):
-        self.model, self.first, self.last, self.sinks, self.recent = model, len(first), last, sinks, recent
+    Args:
+        model: The model, with the library's attention.
+        ids: int64 [n], the text.
+        counts: bool [n], which tokens count.
+        first: The first token that is read with the mixture.
+        sinks: See `duo_shares`.
+        recent: See `duo_shares`.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, counts: Tensor, first: int, sinks: int, recent: int):
+        self.model, self.last, self.counts = model, ids[first:], counts[first:]
+        self.sinks, self.recent = sinks, recent
         self.cache = KVCache(model.config, Full())
         with torch.no_grad():
-            model(first[None], logits_to_keep=1, **{CACHE: self.cache})
+            model(ids[None, :first], logits_to_keep=1, **{CACHE: self.cache})
+            self.whole = self.hidden(None)
+            once = self._read(ids, KVCache(model.config, Full()))[counts.to(self.whole.device)].float()
+        if not (self.whole - once).norm() < 0.1 * once.norm():  # NaN, too
+            raise NotImplementedError(
+                f"duo_shares: expected a {type(model).__name__} that reads a text in two parts as it reads it at once, "
+                f"got hidden states that differ by {(self.whole - once).norm() / once.norm():.0%} of their norm; use "
+                "kvops.hf.head_shares or kvops.hf.retrieval_shares"
+            )
 
-    def heads(self, who: str) -> list[int]:
+    def heads(self) -> list[int]:
         """The KV heads of each layer that evicts."""
-        caches: list[Any] = [x.cache for x in evicting_layers(who, self.cache)]  # with tokens
+        caches: list[Any] = [x.cache for x in evicting_layers("duo_shares", self.cache)]  # with tokens
         found = [x.k.shape[1] for x in caches]
         if len({*found}) > 1:
-            raise ValueError(f"{who}: expected layers with the same number of KV heads, got {found}")
+            raise ValueError(f"duo_shares: expected layers with the same number of KV heads, got {found}")
         return found
 
     def hidden(self, alpha: Sequence[Tensor] | None) -> Tensor:
-        """What the model's last norm returns for the last tokens, [t, hidden]. alpha: [Hk] by layer; None: all 1."""
+        """What the model's last norm returns for the tokens that count, fp32. alpha: [Hk] by layer; None: all 1."""
         cache = copy.copy(self.cache)
         weights = iter([None] * len(cache.layers) if alpha is None else alpha)
         cache.layers = [
@@ -139,9 +153,11 @@ class _Mixed:
             else copy.deepcopy(x)
             for x in self.cache.layers
         ]
-        positions = torch.arange(len(self.last), device=self.last.device)[None] + self.first
-        options = dict(position_ids=positions, output_hidden_states=True, logits_to_keep=1)
-        out = self.model(self.last[None], **options, **{CACHE: cache})
+        found = self._read(self.last, cache)
+        return found[self.counts.to(found.device)].float()
+
+    def _read(self, ids: Tensor, cache: KVCache) -> Tensor:
+        out = self.model(ids[None], output_hidden_states=True, logits_to_keep=1, **{CACHE: cache})
         found: Tensor = out.hidden_states[-1]
         if found.dim() != 3:
             raise NotImplementedError(
@@ -150,18 +166,25 @@ class _Mixed:
             )
         return found[0]
 
-
-def _gradients(model: Any, lost: Tensor, alpha: list[Tensor]) -> Sequence[Tensor]:
-    """The gradients of what the model lost, by layer."""
-    try:
-        return torch.autograd.grad(lost, alpha)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # a layer that works in place, or that does not pass gradients on
-        raise NotImplementedError(
-            f"duo_shares: expected a model that autograd can follow, got {type(model).__name__}: {error}; use "
-            "kvops.hf.head_shares or kvops.hf.retrieval_shares"
-        ) from error
+    def gradients(self, alpha: list[Tensor]) -> list[Tensor]:
+        """The gradients of the mean square of what the model loses, by layer."""
+        try:
+            lost = (self.hidden(alpha) - self.whole).square()
+            # of the sum, because those of a mean may be too small for fp16
+            found = [x / lost.numel() for x in torch.autograd.grad(lost.sum(), alpha)]
+        except (torch.OutOfMemoryError, NotImplementedError):
+            raise
+        except RuntimeError as error:  # a layer that works in place, or that does not pass gradients on
+            raise NotImplementedError(
+                f"duo_shares: expected a model that autograd can follow, got {type(self.model).__name__}: {error}; use "
+                "kvops.hf.head_shares or kvops.hf.retrieval_shares"
+            ) from error
+        if not all(x.isfinite().all() for x in found):
+            raise ValueError(
+                f"duo_shares: expected finite gradients, got others in {self.model.dtype}; load the model in "
+                "torch.float32 or torch.bfloat16"
+            )
+        return found
 
 
 class _MixedCache(Cache):
@@ -194,11 +217,11 @@ class _MixedCache(Cache):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, softcap: float, sink_logits: Tensor | None
     ) -> Tensor:
         visible = causal_mask(q.shape[2], k.shape[2], k.device)
-        logits = attention_logits(q, k, scale, softcap or None)
+        logits = attention_logits(q.float(), k.float(), scale, softcap or None)  # fp16 may overflow
         weights = softmax_weights(logits, visible, sink_logits)
         if self.alpha is not None:
             at = torch.arange(k.shape[2], device=k.device)
             near = visible & ((at < self.sinks) | (at > at[-q.shape[2] :, None] - self.recent))
             part = softmax_weights(logits, near, sink_logits)
-            weights = part + self.alpha[:, None, None, None] * (weights - part)
+            weights = part + self.alpha.to(k.device)[:, None, None, None] * (weights - part)
         return (weights.to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)

@@ -70,16 +70,18 @@ def passkey_texts(tokenizer: Any, ids: Tensor, *, passages: int = 4, length: int
         ids: int64 [b, n], texts without padding, of the lengths and the kind of the model's prompts.
         passages: How many passages each text gets.
         length: The words of a passage.
-        seed: Of the random words and places, on the CPU.
+        seed: Of the random words and places, at least 0.
 
     Raises:
         TypeError: ids is not a tensor.
-        ValueError: ids is not int64 [b, n], passages or length is less than 1, or a text has too few tokens.
+        ValueError: ids is not int64 [b, n], passages or length is less than 1, a text has too few tokens, or the
+            tokenizer has none for the words.
 
     Source: after the passkeys of DuoAttention, Xiao et al., 2024, Sec. 2.2. The words were chosen here.
     """
     check_int("passkey_texts", "passages", passages, 1)
     check_int("passkey_texts", "length", length, 1)
+    check_int("passkey_texts", "seed", seed, 0)
     check_ids("passkey_texts", ids)
     random = torch.Generator().manual_seed(seed)
     announce, ask = (
@@ -111,6 +113,8 @@ def _hidden(
     """One text with its passages, and the spans of these and of their answers."""
     chosen = torch.randint(len(WORDS), (len(ask), length), generator=random).tolist()
     words = [_encode(tokenizer, "".join(f" {WORDS[i]}" for i in row)) for row in chosen]
+    if not all(words):
+        raise ValueError(f"passkey_texts: expected a tokenizer with tokens for {WORDS[:3]} and other words, got none")
     added = sum(len(a) + len(q) + 2 * len(w) for a, q, w in zip(announce, ask, words))
     left = len(text) - added
     if left < len(ask) + 1:

@@ -73,12 +73,12 @@ def head_shares(model: torch.nn.Module, policy: Policy | str, ids: Tensor, *, to
 def retrieval_shares(model: torch.nn.Module, texts: PasskeyTexts) -> Tensor:
     """Measure how much each head attends to a passage while the model repeats it, as HeadKV does.
 
-    For the query i that predicts a token of an answer, and the passage P of len tokens that the answer repeats:
+    For the queries i that predict the tokens of an answer, and the passage P of len tokens that the answer repeats:
 
     ```text
-    retrieval = mean over the answers' queries i, and the group's query heads, of
+    retrieval = mean over the queries i, and the group's query heads, of
                 sum of a[i, j] over the j in P that are among the len largest weights of i
-    share     = retrieval / its mean over all heads
+    share     = mean of retrieval over the answers and texts / the same over all heads
     ```
 
     ```python
@@ -99,12 +99,13 @@ def retrieval_shares(model: torch.nn.Module, texts: PasskeyTexts) -> Tensor:
 
     Raises:
         TypeError: texts are not `PasskeyTexts`.
-        ValueError: They do not fit each other, no head attends to a passage, or the model is not supported.
+        ValueError: They do not fit each other, no head attends to a passage, or the model is not supported, or in train
+            mode.
 
     Source: HeadKV, Fu et al., 2024, Sec. 3.1: its retrieval heads, from passages that the model copies. The paper's R2
     heads come from needles of its own that also take reasoning; pass such texts for them.
     """
-    inner: Any = unwrap("retrieval_shares", model)
+    inner = reading_model("retrieval_shares", model)
     check_texts("retrieval_shares", texts)
     total: Tensor | None = None
     with own_attention(inner):
@@ -120,6 +121,17 @@ def retrieval_shares(model: torch.nn.Module, texts: PasskeyTexts) -> Tensor:
     if not total.any():
         raise ValueError("retrieval_shares: expected a model that attends to passages as it repeats them, got none")
     return (total / total.mean()).float()
+
+
+def reading_model(who: str, model: object) -> Any:
+    """The transformers model in its wrappers. Raise, in the name of `who`, if there is none, or if it is in train mode.
+
+    Dropout would make its readings random.
+    """
+    inner = unwrap(who, model)
+    if inner.training:
+        raise ValueError(f"{who}: expected a model that is not in train mode, got one that is; call model.eval()")
+    return inner
 
 
 def check_texts(who: str, texts: object) -> None:
@@ -149,7 +161,9 @@ def _retrieval(
     found = []
     for (begin, end), (answer, after) in spans:
         rows = slice(answer - 1 - first, after - 1 - first)
-        products = attention_logits(q[:, :, rows], k, logits.get("scale"), logits.get("softcap") or None)
+        products = attention_logits(
+            q[:, :, rows].float(), k.float(), logits.get("scale"), logits.get("softcap") or None
+        )
         weights = softmax_weights(products, visible[:, :, rows], logits.get("sink_logits"))[0]  # [Hk, G, rows, n]
         top, at = weights.topk(min(end - begin, n), dim=-1)
         inside = (at >= begin) & (at < end)

@@ -591,8 +591,8 @@ class BudgetPolicy(Policy):
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
     """
 
     budget: Budget
@@ -723,12 +723,18 @@ class BudgetPolicy(Policy):
     def room(self, view: View) -> int:
         """The tokens that a cache keeps: the budget, but at least the tokens that are always kept.
 
-        With `shares`: the mean over the heads of the layer, rounded down.
+        With `shares`: the largest of `row_rooms`.
         """
         if self.shares is not None:
-            return sum(self._fixed(view, view.seen)) // view.heads
+            return max(self.row_rooms(view))
         keep = budget_tokens(self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
+
+    def row_rooms(self, view: View) -> list[int]:
+        """With `shares`: what the heads of the layer keep of each row, their mean, rounded down."""
+        tokens = view.row_tokens()
+        means = {x: sum(self._fixed(view, x)) // view.heads for x in set(tokens)}
+        return [means[x] for x in tokens]
 
     def _fixed(self, view: View, seen: int) -> list[int]:
         """With `shares`: the tokens that each head of the layer keeps in a row of `seen` tokens."""

@@ -131,11 +131,16 @@ class DefensiveKV(WindowPolicy):
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
         if self.head_mode == "adaptive":  # the first stage, too, is one for all heads of the layer, here one row
-            budget = self.room(view) if self.shares is not None else budget  # the layer's, as a cache passes it
-            check_shared(self.name, budget, recent)
-            assert isinstance(budget, int)  # because there is a window
+            if self.shares is None:
+                check_shared(self.name, budget, recent)
+                assert isinstance(budget, int)  # because there is a window
+                rooms = [budget] * view.rows
+            else:
+                rooms = self.row_rooms(view)
+            each = [view.heads * (x - self.sinks - recent) for x in rooms]
             mean = mean.flatten(1).unsqueeze(1) / view.heads
-            best = select_topk(mean, k=view.heads * (budget - self.sinks - recent))
+            budgets = torch.tensor(each, dtype=torch.int32, device=mean.device).unsqueeze(1)
+            best = select_topk(mean, k=max(each), budgets=budgets)
         else:
             best = first_slots(self.name, mean, budget, self.sinks + recent, starts=view.starts, lengths=view.lengths)
         attention = pad(mean.nan_to_num(0.0), (0, 1)).double()

@@ -102,8 +102,8 @@ def chunkkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -201,8 +201,8 @@ def criticalkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -316,8 +316,8 @@ def defensivekv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum". Of r; m
             is always a mean.
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
@@ -415,8 +415,8 @@ def expectedattention_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -516,8 +516,8 @@ def h2o_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -608,8 +608,8 @@ def keydiff_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The paper evicts after
@@ -714,8 +714,8 @@ def kvzap_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. With a threshold a cache
@@ -849,8 +849,8 @@ def kvzip_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
@@ -947,8 +947,8 @@ def l2_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1214,8 +1214,8 @@ def laq_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1333,8 +1333,8 @@ def protokv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         num_sats: The number of anchors; 0 for none.
@@ -1441,8 +1441,8 @@ def pyramidkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1519,8 +1519,8 @@ def random_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1614,8 +1614,8 @@ def rkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum"; the
             released code takes the maximum.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1702,8 +1702,8 @@ def satkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         kappa: The neighbours on either side from which an anchor differs, 1 to 1024.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -1792,8 +1792,8 @@ def snapkv_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
@@ -1862,8 +1862,8 @@ def streamingllm_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once.
@@ -1947,8 +1947,8 @@ def tova_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
@@ -2035,8 +2035,8 @@ def triattention_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps
             every new token. A step of several tokens is part of a prompt and evicts at once. The authors evict every
@@ -2139,8 +2139,8 @@ def vase_compress(
             Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
             measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
             of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
-            the other heads of the model, in proportion to their shares. A fractional budget counts padding too. Single
-            calls need `layer` and `num_layers`.
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
         group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
             in (0, 1) of the budget (float), rounded down and at least 1. With 1 it evicts after every token. None keeps

@@ -7,6 +7,8 @@ measures one, and a file keeps it.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from pathlib import Path
 
 import torch
@@ -50,10 +52,10 @@ def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
 
 
 def fixed_budgets(op: str, shares: Shares, view: View, seen: int, budget: int, least: int) -> list[int]:
-    """The tokens of each head of the view's layer, of a row with `seen` tokens: at least `least` and 1, at most all.
+    """The tokens of each head of the view's layer, of a row with `seen` tokens.
 
-    `least` are what every head keeps. The rest of the budget is divided among the heads of the model in proportion to
-    their shares, and rounded to the nearest.
+    Every head keeps `least`, and 1 at least. The rest of the budget is divided among the heads of the model in
+    proportion to their shares, up to all tokens of the row, and rounded to the nearest.
     """
     table, (layer, num_layers) = _table(op, shares), view.layer_and_count(op)
     if tuple(table.shape) != (num_layers, view.heads):
@@ -62,19 +64,24 @@ def fixed_budgets(op: str, shares: Shares, view: View, seen: int, budget: int, l
             f"{list(table.shape)}"
         )
     rest, most = max(0, budget - least), max(0, seen - least)
-    each = _divided(table.detach().double(), rest * table.numel(), most)[layer]
-    return [max(1, least + round(x)) for x in each.tolist()]
+    values = tuple(table.detach().float().flatten().tolist())  # fp32, as in a file
+    each = _divided(values, rest * len(values), most)[layer * view.heads : (layer + 1) * view.heads]
+    return [max(1, least + round(x)) for x in each]
 
 
-def _divided(shares: Tensor, total: int, most: int) -> Tensor:
-    """Divide a total in proportion to shares, without rounding; what is over `most` of one goes to the others."""
-    found, free = torch.zeros_like(shares), shares > 0
-    while free.any():
-        part = shares * (total / shares[free].sum())
-        if not (over := free & (part > most)).any():
-            return torch.where(free, part, found)
-        found[over], free, total = most, free & ~over, total - most * int(over.sum())
-    return found
+@functools.lru_cache(16)
+def _divided(shares: tuple[float, ...], total: int, most: int) -> list[float]:
+    """Divide a total in proportion to shares; what is over `most` of one goes to the others.
+
+    The layers of a step ask for the same, so the last results are remembered.
+    """
+    ordered = sorted(shares)
+    sums = list(itertools.accumulate(ordered))
+    free = len(ordered)  # how many of the smallest shares get less than `most`
+    while free and ordered[free - 1] * total > most * sums[free - 1]:
+        free, total = free - 1, total - most
+    weight, limit = (sums[free - 1], ordered[free - 1]) if free else (0.0, -1.0)
+    return [most if x > limit else x * total / weight if x else 0.0 for x in shares]
 
 
 def check_layers_of_shares(op: str, shares: Shares, num_layers: int) -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 import kit
 import kvops
 from kvops.cache.attending import evict_repeated
+from kvops.methods.shares import _divided
 
 pytestmark = kit.every_device
 N, LAYERS = 60, 3
@@ -165,6 +166,35 @@ def test_padded_rows_keep_as_many_as_they_have():
     lengths = kit.int32(60, 35)
     kept = policy.compress(k, v, layer=2, num_layers=LAYERS, lengths=lengths).indices
     assert (kept >= 0).sum(-1).tolist() == [[55, 5], [35, 7]]
+
+
+def test_a_short_row_does_not_make_a_batch_evict_more():
+    """In layers with small shares a short row keeps more than a long one, whose heads with large shares hold more."""
+    shares = torch.tensor([[1.0, 1.0], [8.0, 8.0]])
+    policy = kvops.KeyDiff(40, head_mode="adaptive", shares=shares, buffer=10)
+    for layer in range(2):
+        counts = []
+        for pads in ([0, 60], [0], [60]):
+            cache = kvops.Cache(policy, layer=layer, num_layers=2)
+            cache.set_pads(kit.int32(*pads))
+            cache.attend(*inputs(b=len(pads), n=100))
+            evicted = 0
+            for step in range(30):
+                before = cache.mean_length
+                cache.attend(*inputs(b=len(pads), n=1, seed=step))
+                evicted += cache.mean_length <= before
+            counts.append(evicted)
+        assert counts[0] <= max(counts[1:]) + 1, counts
+
+
+def test_one_share_is_not_more_than_its_head_holds():
+    """Heads without a share keep what they must, even if the budget is not used up."""
+    _, k, v = inputs(n=40)
+    policy = kvops.KeyDiff(30, sinks=2, head_mode="adaptive", shares=torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    kept = [policy.compress(k, v, layer=i, num_layers=2).indices for i in range(2)]
+    assert [(x >= 0).sum(-1)[0].tolist() for x in kept] == [[2, 2], [40, 2]]
+    assert _divided((1.0, 1e-45, 1e-45), 30, 20) == [20, 5, 5]
+    assert _divided((1.0, 0.0, 2.0), 30, 9) == [9, 0, 9] and _divided((3.0, 1.0), 0, 9) == [0, 0]
 
 
 def test_kvzip_evicts_each_layer_to_its_shares():
