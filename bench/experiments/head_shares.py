@@ -13,6 +13,7 @@ of single texts, says whether they are the model's; the optimization of `duo` ha
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,11 @@ def by_retrieval(model: Any, tokenizer: Any, texts: Tensor) -> list[Tensor]:
     return [kvops.hf.retrieval_shares(model, x) for x in singles]
 
 
-def by_duo(model: Any, tokenizer: Any, texts: Tensor) -> list[Tensor]:
-    return [kvops.hf.duo_shares(model, kvops.hf.passkey_texts(tokenizer, texts))]
+def by_duo(model: Any, tokenizer: Any, texts: Tensor, penalty: float) -> list[Tensor]:
+    return [kvops.hf.duo_shares(model, kvops.hf.passkey_texts(tokenizer, texts), penalty=penalty)]
 
 
-WAYS = {"kvzip": by_kvzip, "retrieval": by_retrieval, "duo": by_duo}
+WAYS: dict[str, Callable[..., list[Tensor]]] = {"kvzip": by_kvzip, "retrieval": by_retrieval, "duo": by_duo}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -50,6 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a text")
     parser.add_argument("--by", choices=WAYS, default="kvzip", help="how the shares are measured")
     parser.add_argument("--floor", type=float, default=0.0, help="part of all shares that is equal for all heads")
+    parser.add_argument("--penalty", type=float, default=1.0, help="of duo: more leaves fewer heads with a weight")
     a = parser.parse_args(argv)
     a.file.parent.mkdir(parents=True, exist_ok=True)  # before what takes minutes
     tokenizer = transformers.AutoTokenizer.from_pretrained(a.model)
@@ -57,7 +59,8 @@ def main(argv: list[str] | None = None) -> None:
     ids = common.load_text(a.model, a.text, a.device)[0]
     texts = ids[: len(ids) // a.tokens * a.tokens].view(-1, a.tokens)
     begin = time.perf_counter()
-    each = WAYS[a.by](model, tokenizer, texts)
+    options = {"penalty": a.penalty} if a.by == "duo" else {}
+    each = WAYS[a.by](model, tokenizer, texts, **options)
     took = time.perf_counter() - begin
     mean = torch.stack(each).mean(0)
     shares = a.floor + (1 - a.floor) * mean / mean.mean()

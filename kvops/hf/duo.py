@@ -68,8 +68,8 @@ def duo_shares(
 
     Raises:
         TypeError: texts are not `PasskeyTexts`, or an argument has the wrong type.
-        ValueError: An argument has the wrong value, texts do not fit each other, gradients are not finite, or the model
-            is not supported, or in train mode.
+        ValueError: An argument has the wrong value, texts do not fit each other, gradients are not finite, all weights
+            become 0, or the model is not supported, or in train mode.
         NotImplementedError: Autograd cannot follow the model, or it cannot read a text in two parts.
 
     Source: DuoAttention, Xiao et al., 2024, Sec. 2.2. There the whole text is read with the mixture, with 128 sinks,
@@ -105,7 +105,10 @@ def duo_shares(
             optimizer.step()
             for x in alpha:
                 x.data.clamp_(0.0, 1.0)
-    return torch.stack(alpha).detach().cpu()
+    found = torch.stack(alpha).detach().cpu()
+    if not found.any():
+        raise ValueError(f"{who}: expected a penalty that leaves some head a weight, got {penalty}; pass a smaller one")
+    return found
 
 
 class _Mixed:

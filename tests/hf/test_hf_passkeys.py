@@ -234,6 +234,8 @@ def test_other_architectures(kind):
 def test_settings_of_the_optimization(settings, message):
     with kit.refuses(f"duo_shares: {message}"):
         kvops.hf.duo_shares(make_model(), make_texts(), **{"sinks": 2, "recent": 6, **settings})
+    with kit.refuses("duo_shares: expected a penalty that leaves some head a weight, got 1000"):
+        kvops.hf.duo_shares(make_model(), make_texts(), sinks=2, recent=6, steps=40, penalty=1000)
     with kit.refuses("duo_shares: rate must be a float, got str", kind=TypeError):
         kvops.hf.duo_shares(make_model(), make_texts(), sinks=2, recent=6, rate="1")
 
