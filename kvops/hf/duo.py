@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from ..cache import Cache
 from ..methods import Full
 from ..methods.view import LayerInputs
-from ..ops.checks import check_int
+from ..ops.checks import check_finite, check_int
 from .arguments import CACHE
 from .attention import attention_logits, causal_mask, own_attention, softmax_weights
 from .cache import EvictingLayer, KVCache
@@ -60,8 +60,8 @@ def duo_shares(
         sinks: First tokens that every head attends to.
         recent: Newest tokens that every head attends to, the query's own included.
         steps: The steps of the optimization.
-        rate: The largest learning rate.
-        penalty: What a unit of the mean weight costs. More of it leaves fewer heads with a large weight.
+        rate: The largest learning rate, at least 0.
+        penalty: What a unit of the mean weight costs, at least 0. More of it leaves fewer heads with a large weight.
 
     Returns:
         alpha, fp32 [layers that evict, Hk] on the CPU, in [0, 1]. Policies take it as `shares`.
@@ -82,10 +82,7 @@ def duo_shares(
     for name, value, least in (("sinks", sinks, 0), ("recent", recent, 1), ("steps", steps, 1)):
         check_int(who, name, value, least)
     for name, number in (("rate", rate), ("penalty", penalty)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)):
-            raise TypeError(f"{who}: {name} must be a float, got {type(number).__name__}")
-        if not 0 < number < float("inf"):
-            raise ValueError(f"{who}: {name} must be positive and finite, got {number}")
+        check_finite(who, name, number, 0.0)
     if texts.ids.shape[1] <= sinks + recent:
         raise ValueError(
             f"{who}: texts must have more than {sinks + recent} tokens, sinks and recent, got {texts.ids.shape[1]}"

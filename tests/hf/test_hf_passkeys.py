@@ -226,17 +226,15 @@ def test_other_architectures(kind):
         (dict(sinks=-1), "sinks must be at least 0, got -1"),
         (dict(recent=0), "recent must be at least 1, got 0"),
         (dict(steps=0), "steps must be at least 1, got 0"),
-        (dict(rate=0), "rate must be positive and finite, got 0"),
-        (dict(penalty=float("nan")), "penalty must be positive and finite, got nan"),
+        (dict(rate=-1), "rate must be at least 0, got -1"),
+        (dict(penalty=float("nan")), "penalty must be finite in fp32, got nan"),
         (dict(sinks=16, recent=44), "texts must have more than 60 tokens, sinks and recent, got 60"),
     ],
 )
 def test_settings_of_the_optimization(settings, message):
     with kit.refuses(f"duo_shares: {message}"):
         kvops.hf.duo_shares(make_model(), make_texts(), **{"sinks": 2, "recent": 6, **settings})
-    with kit.refuses("duo_shares: expected a penalty that leaves some head a weight, got 1000"):
-        kvops.hf.duo_shares(make_model(), make_texts(), sinks=2, recent=6, steps=40, penalty=1000)
-    with kit.refuses("duo_shares: rate must be a float, got str", kind=TypeError):
+    with kit.refuses("duo_shares: rate must be a float, got ", kind=TypeError):
         kvops.hf.duo_shares(make_model(), make_texts(), sinks=2, recent=6, rate="1")
 
 
@@ -252,6 +250,11 @@ def test_a_model_that_autograd_cannot_follow(place, spoil):
     model.get_submodule(place).register_forward_hook(spoil)
     with kit.refuses("duo_shares: expected a model that autograd can follow, got Llama", kind=NotImplementedError):
         kvops.hf.duo_shares(model, texts, sinks=2, recent=6)
+
+
+def test_a_penalty_that_leaves_nothing():
+    with kit.refuses("duo_shares: expected a penalty that leaves some head a weight, got 1000"):
+        kvops.hf.duo_shares(make_model(), make_texts(), sinks=2, recent=6, steps=40, penalty=1000)
 
 
 def test_products_that_fp16_does_not_hold():
