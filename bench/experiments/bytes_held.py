@@ -42,7 +42,8 @@ def kind_of(method: str) -> str:
 
 
 def short(method: str) -> str:
-    """The name of a method without what its kind says, nor paths."""
+    """The name of a method without what its kind says, nor paths; with that of a file of shares."""
+    method = re.sub(r"shares=\S*/(?!shares)(\w+)\.safetensors", r"by \1", method)
     return re.sub(r" (gates|shares|threshold|head_mode|scope|sinks|recent|epsilon)=\S+", "", method)
 
 
