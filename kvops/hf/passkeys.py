@@ -87,7 +87,7 @@ def passkey_texts(tokenizer: Any, ids: Tensor, *, passages: int = 4, length: int
     announce, ask = (
         [_encode(tokenizer, x.format(number=i + 1)) for i in range(passages)] for x in (ANNOUNCEMENT, QUESTION)
     )
-    made = [_hidden(tokenizer, row, announce, ask, length, random) for row in ids.tolist()]
+    made = [_with_passages(tokenizer, row, announce, ask, length, random) for row in ids.tolist()]
     return PasskeyTexts(*(torch.tensor(x, dtype=torch.int64, device=ids.device) for x in zip(*made)))
 
 
@@ -107,7 +107,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 _Spans = list[list[int]]
 
 
-def _hidden(
+def _with_passages(
     tokenizer: Any, text: list[int], announce: _Spans, ask: _Spans, length: int, random: torch.Generator
 ) -> tuple[list[int], _Spans, _Spans]:
     """One text with its passages, and the spans of these and of their answers."""

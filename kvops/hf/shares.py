@@ -87,8 +87,7 @@ def retrieval_shares(model: torch.nn.Module, texts: PasskeyTexts) -> Tensor:
     policy = kvops.SnapKV(1024, head_mode="adaptive", shares=shares)
     ```
 
-    Some heads never attend to a passage, so mix in a part that is equal for all, as HeadKV does (beta of 1.1 there is
-    0.1 here).
+    Some heads never attend to a passage, so mix in a part that is equal for all, as HeadKV does.
 
     Args:
         model: A causal language model of transformers that `use_attention` supports.
