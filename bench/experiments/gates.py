@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--texts", type=int, default=64, help="texts to read")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a text")
     parser.add_argument("--width", type=int, help="channels between two maps; without it gates are linear")
+    parser.add_argument("--sinks", type=int, default=0, help="learned sinks of gates that attend to them, with --width")
+    parser.add_argument("--group", type=int, default=1, help="queries of each KV head in such gates")
     a = parser.parse_args(argv)
     a.file.parent.mkdir(parents=True, exist_ok=True)  # before what takes minutes
     transformers.utils.logging.set_verbosity_error()  # the library is longer than the model's context, on purpose
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
     read = time.perf_counter()
     cut = a.tokens * (len(texts) - max(1, len(texts) // HOLD))
     known, held = (([x[part] for x in hidden], [y[part] for y in scores]) for part in (slice(cut), slice(cut, None)))
-    gates = kvops.fit_gates(*known, width=a.width)
+    gates = kvops.fit_gates(*known, width=a.width, sinks=a.sinks, group=a.group)
     fitted = time.perf_counter()
     gates.save(a.file)
     figures = {

@@ -1,10 +1,12 @@
 """Learned gates: small networks that predict from a token's hidden state how much its keys and values will matter.
 
-A gate is a linear map, or two with a GELU between them, from the hidden state that a layer's attention is called with
-to a score for each of its KV heads. `fit_gates` fits them to the scores of a method that is too slow to run on each
-prompt, such as KVzip+ (`kvops.hf.gate_data`).
+A gate maps the hidden state that a layer's attention is called with to a score for each of its KV heads: by a linear
+map, by two with a GELU between them, or by a small attention of the token to itself and to learned sinks. `fit_gates`
+fits gates to the scores of a method that is too slow to run on each prompt, such as KVzip+ (`kvops.hf.gate_data`).
 
-Source: "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", Jegou and Jeblick, 2026, whose files `Gates.load` reads.
+Sources: "KVzap: Fast, Adaptive, and Faithful KV Cache Pruning", Jegou and Jeblick, 2026, whose files `Gates.load`
+reads; the attention to sinks: "Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction", Kim et al.,
+2026.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu, linear, rms_norm
 
 from ..ops.checks import MAX_LAYERS, check_finite, check_int, inference_only, plain
 from .stored import to_file
@@ -31,6 +33,9 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TOKENS = 4096
 #: Of the training of two maps: passes over the tokens, tokens per step, and the highest learning rate.
 EPOCHS, BATCH, RATE = 15, 512, 5e-3
+#: The tensors of an attention to sinks, by their names in a published module; Qwen3's RMSNorm adds this to the square.
+SINK_ATTENTION = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +45,18 @@ class Gates:
     ```text
     score = W x + b                       (W, b)
     score = W2 gelu(W1 x + b1) + b2       (W1, b1, W2, b2)
+    score = log(mean over the G queries of exp(own) / (exp(own) + sum over the sinks of exp(base)))
+                                          (Wq, bq, Wk, q_norm, k_norm, k_base, b)
+            q = q_norm * norm(Wq x + bq)       own  = k . q / sqrt(d) + b
+            k = k_norm * norm(Wk x)            base = k_base . q / sqrt(d)
+            norm(y) = y / sqrt(mean(y^2) + 1e-6)
     ```
 
     Attributes:
         layers: For each layer that evicts, in order, its weights and biases as torch.nn.Linear stores them: floating
-            point [Hk, hidden] and [Hk]; or [width, hidden], [width], [Hk, width] and [Hk]. They are used in fp32.
+            point [Hk, hidden] and [Hk]; or [width, hidden], [width], [Hk, width] and [Hk]; or of an attention to sinks
+            [Hk * G * d, hidden], [Hk * G * d], [Hk * d, hidden], [d], [d], [Hk, 1, sinks, d] and [Hk, 1, G]. They are
+            used in fp32.
 
     Raises:
         TypeError: `layers` is not a list of lists of tensors.
@@ -81,6 +93,8 @@ class Gates:
     def __repr__(self) -> str:
         first = self.layers[0]
         width = "" if len(first) == 2 else f" -> {len(first[0])}"
+        if len(first) == len(SINK_ATTENTION):
+            width = f" -> {first[5].shape[3]} beside {first[5].shape[2]} sinks"
         return f"Gates({len(self.layers)} layers: {first[0].shape[1]}{width} -> {len(first[-1])})"
 
     def scores(self, hidden: Tensor, layer: int) -> Tensor:
@@ -146,16 +160,15 @@ class Gates:
 
     def _named(self) -> list[tuple[str, Tensor]]:
         """The tensors by their names in a file, which are those of a torch.nn.ModuleList named layers."""
-        kinds = ("weight", "bias")
         return [
-            (f"layers.{i}.{f'{j // 2 * 2}.' * (len(layer) > 2)}{kinds[j % 2]}", x)
-            for i, layer in enumerate(self.layers)
-            for j, x in enumerate(layer)
+            (f"layers.{i}.{name}", x) for i, layer in enumerate(self.layers) for name, x in zip(_names(layer), layer)
         ]
 
     @staticmethod
     def load(path: str | Path) -> Gates:
         """Read gates from a safetensors file: one that `save` wrote, or a published KVzap model (model.safetensors).
+
+        Fast KVzip publishes pickles, which can run code; see docs/methods/kvzap.md.
 
         Raises:
             FileNotFoundError: There is no such file.
@@ -191,10 +204,22 @@ class Gates:
         return gates
 
 
+def _names(layer: Sequence[Tensor]) -> tuple[str, ...]:
+    """The names of a layer's tensors in its module."""
+    if len(layer) == len(SINK_ATTENTION):
+        return SINK_ATTENTION
+    return ("weight", "bias") if len(layer) == 2 else ("0.weight", "0.bias", "2.weight", "2.bias")
+
+
 def _order(name: str) -> tuple[int, int, bool]:
     """The layer, the place in it, and whether it is a bias, from a tensor's name; -1 for another name."""
     found = re.fullmatch(r"layers\.(\d{1,4})\.(?:(\d)\.)?(weight|bias)", name)
-    return (int(found[1]), int(found[2] or 0), found[3] == "bias") if found else (-1, 0, False)
+    if found:
+        return int(found[1]), int(found[2] or 0), found[3] == "bias"
+    found = re.fullmatch(r"layers\.(\d{1,4})\.([a-z_.]+)", name)
+    if found and found[2] in SINK_ATTENTION:
+        return int(found[1]), SINK_ATTENTION.index(found[2]), False
+    return -1, 0, False
 
 
 def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
@@ -207,10 +232,16 @@ def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
     fits = len(layer) in (2, 4) and all(
         w.dim() == 2 and w.numel() and list(b.shape) == [len(w)] for w, b in zip(layer[::2], layer[1::2])
     )
+    if len(layer) == len(SINK_ATTENTION):
+        fits = layer[5].dim() == 4 and layer[6].dim() == 3 and layer[0].dim() == 2 and min(map(Tensor.numel, layer)) > 0
+        heads, _, sinks, d = shapes[5] if fits else (0, 0, 0, 0)
+        group, size = (shapes[6][2], shapes[0][1]) if fits else (0, 0)
+        rows = heads * group * d
+        fits = shapes == [[rows, size], [rows], [heads * d, size], [d], [d], [heads, 1, sinks, d], [heads, 1, group]]
     if not fits or (len(layer) == 4 and layer[2].shape[1] != sizes[0]):
         raise ValueError(
             f"{WHO}: layer {i} must have tensors [Hk, hidden] and [Hk], or [width, hidden], [width], [Hk, width] and "
-            f"[Hk], got {shapes}"
+            f"[Hk], or the {len(SINK_ATTENTION)} of an attention to sinks, got {shapes}"
         )
     for x in layer:
         if x.dtype not in DTYPES or x.is_meta or x.layout != torch.strided:
@@ -227,9 +258,23 @@ def _fp32(kind: str) -> AbstractContextManager[None]:
 
 def _apply(layer: Sequence[Tensor], x: Tensor) -> Tensor:
     """fp32 [.., hidden] -> [.., Hk]."""
+    if len(layer) == len(SINK_ATTENTION):
+        return _attend(layer, x)
     first, *second = zip(layer[::2], layer[1::2])
     x = linear(x, *first)
     return linear(gelu(x), *second[0]) if second else x
+
+
+def _attend(layer: Sequence[Tensor], x: Tensor) -> Tensor:
+    """The log weight of each token beside the sinks: fp32 [.., hidden] -> [.., Hk]."""
+    w_q, b_q, w_k, q_norm, k_norm, k_base, b = layer
+    heads, _, _, d = k_base.shape
+    q = rms_norm(linear(x, w_q, b_q).unflatten(-1, (heads, -1, d)), (d,), q_norm, EPSILON)  # [.., Hk, G, d]
+    k = rms_norm(linear(x, w_k).unflatten(-1, (heads, 1, d)), (d,), k_norm, EPSILON)
+    own = (q * k).sum(-1, keepdim=True) / math.sqrt(d) + b[:, 0, :, None]  # [.., Hk, G, 1]
+    sinks = q @ k_base[:, 0].mT / math.sqrt(d)  # [.., Hk, G, sinks]
+    weight = (own - torch.cat((own, sinks), -1).logsumexp(-1, keepdim=True)).squeeze(-1)
+    return weight.logsumexp(-1) - math.log(weight.shape[-1])
 
 
 def fit_gates(
@@ -237,6 +282,8 @@ def fit_gates(
     scores: Sequence[Tensor],
     *,
     width: int | None = None,
+    sinks: int = 0,
+    group: int = 1,
     ridge: float = 1e-3,
     seed: int = 0,
 ) -> Gates:
@@ -248,12 +295,16 @@ def fit_gates(
     W = Y^T X (X^T X + ridge * tokens * mean variance of X's channels * I)^-1        X, Y: without their means
     ```
 
-    Gates of two maps are trained from random weights, by AdamW with a cosine schedule over 15 passes.
+    Others, of two maps or an attention to sinks, are trained from random weights, by AdamW with a cosine schedule over
+    15 passes.
 
     Args:
         hidden: Floating point [tokens, hidden] for each layer that evicts.
-        scores: Floating point [tokens, Hk] for each layer, finite; KVzap's are logarithms.
-        width: The channels between two maps; None: one linear map.
+        scores: Floating point [tokens, Hk] for each layer, finite; KVzap's are logarithms, and so are those for sinks.
+        width: The channels between two maps, or of the queries and keys of an attention to sinks, which needs them;
+            None: one linear map.
+        sinks: The learned sinks of each KV head, for an attention to sinks (Fast KVzip: 16, with a width of 16).
+        group: The queries of each KV head in an attention to sinks (Fast KVzip: the model's query heads per KV head).
         ridge: See above; linear gates only.
         seed: Of the random weights and the order of the tokens; global random state stays as it is.
 
@@ -265,7 +316,8 @@ def fit_gates(
         ValueError: The layers differ in number, or a layer's tensors in tokens; a tensor has another shape or values
             that are not finite.
 
-    Source: KVzap, Jegou and Jeblick, 2026, Sec. 3. There the ridge is 1, and gates of two maps see X unscaled.
+    Source: KVzap, Jegou and Jeblick, 2026, Sec. 3. There the ridge is 1, and gates of two maps see X unscaled. Fast
+    KVzip, Kim et al., 2026, trains its gates on the scores of KVzip, by SGD.
     """
     op = "fit_gates"
     check_finite(op, "ridge", ridge, 0)
@@ -274,6 +326,10 @@ def fit_gates(
     check_int(op, "seed", seed, 0)
     if width is not None:
         check_int(op, "width", width, 1)
+    check_int(op, "sinks", sinks, 0)
+    check_int(op, "group", group, 1)
+    if (sinks and width is None) or (group > 1 and not sinks):
+        raise ValueError(f"{op}: an attention to sinks needs width and sinks, got width={width}, sinks={sinks}")
     for name, tensors in (("hidden", hidden), ("scores", scores)):
         if not isinstance(tensors, (list, tuple)) or not all(isinstance(x, Tensor) for x in tensors):
             raise TypeError(f"{op}: {name} must be a list of torch.Tensor, one per layer, got {type(tensors).__name__}")
@@ -293,8 +349,9 @@ def fit_gates(
     with torch.inference_mode(False), _fp32(hidden[0].device.type):
         if width is None:
             return Gates([_ridge(x.detach(), y.detach(), plain(ridge)) for x, y in zip(hidden, scores)])
+        sizes = plain(width), plain(sinks), plain(group)
         pairs = enumerate(zip(hidden, scores))
-        return Gates([_trained(x.detach(), y.detach(), plain(width), plain(seed) + i) for i, (x, y) in pairs])
+        return Gates([_trained(x.detach(), y.detach(), *sizes, plain(seed) + i) for i, (x, y) in pairs])
 
 
 def _ridge(x: Tensor, y: Tensor, ridge: float) -> list[Tensor]:
@@ -311,31 +368,53 @@ def _ridge(x: Tensor, y: Tensor, ridge: float) -> list[Tensor]:
     return [w.float().cpu() for w in (weight, y_mean - weight @ x_mean)]
 
 
-def _trained(x: Tensor, y: Tensor, width: int, seed: int) -> list[Tensor]:
-    """The weights and biases of a gate of two maps, trained on hidden states and scores of unit variance."""
-    (mean, std), (y_mean, y_std) = _moments(x), _moments(y)
-    target = ((y.double() - y_mean) / y_std).float()
+def _trained(x: Tensor, y: Tensor, width: int, sinks: int, group: int, seed: int) -> list[Tensor]:
+    """The weights and biases of a gate that is trained, on hidden states of unit variance (two maps) or square."""
     random = torch.Generator().manual_seed(seed)
+    if sinks:
+        return _trained_beside_sinks(x, y, width, sinks, group, random)
+    (mean, std), (y_mean, y_std) = _moments(x), _moments(y)
     sizes = (width, x.shape[1]), (width,), (y.shape[1], width), (y.shape[1],)
     maps = [torch.randn(s, generator=random) / math.sqrt(s[1]) if len(s) == 2 else torch.zeros(s) for s in sizes]
-    maps = [w.to(x.device).requires_grad_() for w in maps]
+    target = ((y.double() - y_mean) / y_std).float()
+    _train(maps, x, mean, std, target, random)
+    w1, b1, w2, b2 = (w.detach().double() for w in maps)
+    w1 = torch.where(std < torch.inf, w1 / std, 0.0)  # of hidden states as they are
+    y_std = torch.where(y_std < torch.inf, y_std, 0.0)
+    return [w.float().cpu() for w in (w1, b1 - w1 @ mean, w2 * y_std[:, None], b2 * y_std + y_mean)]
+
+
+def _trained_beside_sinks(
+    x: Tensor, y: Tensor, width: int, sinks: int, group: int, random: torch.Generator
+) -> list[Tensor]:
+    """The tensors of an attention to sinks. Its keys have no bias, so the hidden states keep their means."""
+    (size, heads), scale = (x.shape[1], y.shape[1]), x.double().square().mean(0).sqrt()
+    scale = torch.where(scale > 0, scale, torch.inf)
+    rows = heads * group * width
+    w_q, w_k = (torch.randn(n, size, generator=random) / math.sqrt(size) for n in (rows, heads * width))
+    k_base = torch.randn(heads, 1, sinks, width, generator=random)  # unlike zeros, sinks that can learn to differ
+    maps = [w_q, torch.zeros(rows), w_k, torch.ones(width), torch.ones(width), k_base, torch.zeros(heads, 1, group)]
+    _train(maps, x, torch.zeros_like(scale), scale, y.float(), random)
+    maps[0], maps[2] = (torch.where(scale < torch.inf, w / scale, 0.0) for w in (maps[0].detach(), maps[2].detach()))
+    return [w.detach().float().cpu() for w in maps]
+
+
+def _train(maps: list[Tensor], x: Tensor, mean: Tensor, scale: Tensor, target: Tensor, random: torch.Generator) -> None:
+    """Train the tensors of a gate, in place of those in `maps`, to map (x - mean) / scale to the target."""
+    maps[:] = [w.to(x.device).requires_grad_() for w in maps]
     optimizer = torch.optim.AdamW(maps, lr=RATE)
     steps = EPOCHS * -(-len(x) // BATCH)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     with torch.enable_grad():
         for _ in range(EPOCHS):
             for at in torch.randperm(len(x), generator=random).split(BATCH):
-                inputs = ((x[at].double() - mean) / std).float()
+                inputs = ((x[at].double() - mean) / scale).float()
                 loss = (_apply(maps, inputs) - target[at]).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(maps, 1.0)
                 optimizer.step()
                 schedule.step()
-    w1, b1, w2, b2 = (w.detach().double() for w in maps)
-    w1 = torch.where(std < torch.inf, w1 / std, 0.0)  # of hidden states as they are
-    y_std = torch.where(y_std < torch.inf, y_std, 0.0)
-    return [w.float().cpu() for w in (w1, b1 - w1 @ mean, w2 * y_std[:, None], b2 * y_std + y_mean)]
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:

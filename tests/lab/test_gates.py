@@ -21,8 +21,9 @@ def test_it_writes_gates_and_says_how_much_they_explain(tmp_path, capsys):
     assert all(0.2 < x <= 1 for x in found["r2_known"]) and found["gates"] == repr(fitted)
     text = tmp_path / "text"
     text.write_text("A gate scores each token once, when it arrives. " * 20)
-    gates.main(["--file", str(file), "--text", str(text), "--tokens", "200", "--width", "4"])
-    assert "-> 4 -> " in capsys.readouterr().out and len(kvops.Gates.load(file).layers[0]) == 4
+    for more, says, tensors in (([], "-> 4 -> ", 4), (["--sinks", "3", "--group", "2"], "-> 4 beside 3 sinks -> ", 7)):
+        gates.main(["--file", str(file), "--text", str(text), "--tokens", "200", "--width", "4", *more])
+        assert says in capsys.readouterr().out and len(kvops.Gates.load(file).layers[0]) == tensors
 
 
 def test_its_texts_are_not_those_of_the_evaluation():

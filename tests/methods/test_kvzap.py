@@ -27,9 +27,40 @@ def deep_gates(seed=0):
     return kvops.Gates([[kit.randn(*x, seed=seed + 4 * i + j) for j, x in enumerate(shapes)] for i in range(LAYERS)])
 
 
+SHAPES = (HEADS * 3 * 4, SIZE), (HEADS * 3 * 4,), (HEADS * 4, SIZE), (4,), (4,), (HEADS, 1, 5, 4), (HEADS, 1, 3)
+
+
+def sink_gates(seed=0):
+    """Of three queries for each KV head, four channels, five sinks."""
+    return kvops.Gates([[kit.randn(*x, seed=seed + 7 * i + j) for j, x in enumerate(SHAPES)] for i in range(LAYERS)])
+
+
+def weight_beside_sinks(tensors, x):
+    """The weight of a token in a softmax over its own key and those of the sinks: fp64 [b, Hk, t]."""
+    w_q, b_q, w_k, q_norm, k_norm, k_base, b = (y.double() for y in tensors)
+    total = 0
+    for g in range(b.shape[2]):
+        heads = []
+        for h in range(len(b)):
+            q, k = (
+                (y * y.square().mean(-1, keepdim=True).add(1e-6).rsqrt())
+                for y in (
+                    (x @ w_q.mT + b_q).unflatten(-1, (len(b), -1, 4))[..., h, g, :],
+                    (x @ w_k.mT).unflatten(-1, (len(b), 4))[..., h, :],
+                )
+            )
+            q, k = q * q_norm, k * k_norm
+            own = (q * k).sum(-1) / 2 + b[h, 0, g]
+            heads.append(1 / (1 + (q @ k_base[h, 0].mT / 2 - own[..., None]).exp().sum(-1)))
+        total = total + torch.stack(heads, 1)
+    return total / b.shape[2]
+
+
 def formula(gates, layer, hidden):
     """[b, Hk, t] in fp64."""
     maps = [x.double() for x in gates.layers[layer]]
+    if len(maps) == 7:
+        return weight_beside_sinks(maps, hidden.double()).log()
     x = hidden.double() @ maps[0].mT + maps[1]
     if len(maps) == 4:
         x = x * 0.5 * (1 + torch.erf(x / 2**0.5))
@@ -38,7 +69,8 @@ def formula(gates, layer, hidden):
 
 
 GATES = linear_gates()
-each_kind = pytest.mark.parametrize("gates", [GATES, deep_gates()], ids=["linear", "two maps"])
+KINDS = {"linear": GATES, "two maps": deep_gates(), "sinks": sink_gates()}
+each_kind = pytest.mark.parametrize("gates", KINDS.values(), ids=KINDS)
 
 
 @each_kind
@@ -57,10 +89,9 @@ def test_files(gates, tmp_path):
     gates.save(path)
     read = kvops.Gates.load(path)
     assert all(torch.equal(x, y) for a, b in zip(read.layers, gates.layers) for x, y in zip(a, b))
-    names = (
-        {"layers.0.weight", "layers.0.bias"} if len(gates.layers[0]) == 2 else {"layers.2.2.bias", "layers.1.0.weight"}
-    )
-    assert names < set(load_file(path))
+    names = {2: {"0.weight", "0.bias"}, 4: {"2.2.bias", "1.0.weight"}, 7: {"0.k_base", "2.b", "1.q_proj.bias"}}
+    assert {f"layers.{x}" for x in names[len(gates.layers[0])]} < set(load_file(path))
+    assert repr(read) == repr(gates)
     policy = kvops.policy(f"kvzap:budget=20,recent=4,gates={path}")
     assert policy == kvops.KVzap(20, recent=4, gates=path)  # both have the file's one version
     assert policy.gates.layers[0][0].equal(gates.layers[0][0])
@@ -80,6 +111,34 @@ def test_a_published_file(tmp_path):
         for i in (0, 2, 11):
             want = modules.layers[i].double()(hidden.double().cpu())[0].mT
             torch.testing.assert_close(gates.scores(hidden, i)[0].double().cpu(), want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_published_attention_to_sinks(tmp_path):
+    """A pickled list of the states of modules, as their authors store it, made a file of safetensors."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj, self.k_proj = torch.nn.Linear(SIZE, HEADS * 12), torch.nn.Linear(SIZE, HEADS * 4, bias=False)
+            self.q_norm, self.k_norm = torch.nn.RMSNorm(4, eps=1e-6), torch.nn.RMSNorm(4, eps=1e-6)
+            self.k_base = torch.nn.Parameter(torch.randn(HEADS, 1, 5, 4))
+            self.b = torch.nn.Parameter(torch.randn(HEADS, 1, 3))
+
+    modules = [Module() for _ in range(11)]
+    published, path = [x.state_dict() for x in modules], tmp_path / "gates.safetensors"
+    save_file({f"layers.{i}.{name}": x for i, layer in enumerate(published) for name, x in layer.items()}, path)
+    gates, hidden = kvops.Gates.load(path), kit.randn(2, 7, SIZE)
+    assert repr(gates) == "Gates(11 layers: 24 -> 4 beside 5 sinks -> 2)"
+    with torch.no_grad():
+        for i in (0, 2, 10):
+            x, own = hidden.double().cpu(), modules[i].double()
+            q = own.q_norm(own.q_proj(x).unflatten(-1, (HEADS, 3, 4)))
+            k = own.k_norm(own.k_proj(x).unflatten(-1, (HEADS, 1, 4)))
+            keys = torch.cat((k, own.k_base[:, 0].expand(2, 7, -1, -1, -1)), 3)  # [b, t, Hk, 1 + sinks, 4]
+            logits = q @ keys.mT / 2
+            logits[..., 0] += own.b[:, 0]
+            want = logits.softmax(-1)[..., 0].mean(-1).transpose(1, 2)
+            torch.testing.assert_close(gates.scores(hidden, i).double().cpu().exp(), want, atol=1e-6, rtol=1e-5)
 
 
 def test_wrong_files(tmp_path):
@@ -113,6 +172,9 @@ def test_wrong_gates():
         ([[w, 3]], "layer 0 must be a list of torch.Tensor", TypeError),
         ([[w, b], [w]], r"layer 1 must have tensors .* got \[\[2, 24\]\]", ValueError),
         ([[w, w]], "layer 0 must have tensors", ValueError),
+        ([[*sink_gates().layers[0][:6], torch.ones(HEADS, 1, 2)]], "layer 0 must have tensors", ValueError),
+        ([[*sink_gates().layers[0][:5], torch.ones(HEADS, 5, 4), b]], "layer 0 must have tensors", ValueError),
+        ([[*[torch.ones(0)] * 7]], "layer 0 must have tensors .* or the 7 of an attention to sinks", ValueError),
         ([[w, b, w, b]], "layer 0 must have tensors", ValueError),
         ([[w.int(), b]], "layer 0 must be dense fp64, fp32, fp16 or bf16", ValueError),
     ):
@@ -159,6 +221,26 @@ def test_fits_find_what_scores_were_made_by():
     assert not again.layers[0][0].equal(other.layers[0][0])
 
 
+def test_fits_beside_sinks():
+    """They find what scores were made by, of hidden states of any size, with the same numbers for the same seed."""
+    x = kit.randn(12000, SIZE) * torch.linspace(0.1, 4, SIZE) + 0.5
+    x[:, 3] = 0.0
+    scores = formula(sink_gates(), 1, x[None])[0].mT.float()
+    state = torch.get_rng_state()
+    linear = kvops.fit_gates([x], [scores])
+    fitted = kvops.fit_gates([x], [scores], width=4, sinks=5, group=3)
+    r2 = []
+    for gates in (linear, fitted):
+        found = gates.scores(x[None], 0)[0].mT.cpu()
+        r2.append(1 - (found - scores.cpu()).square().sum(0) / (scores - scores.mean(0)).square().sum(0).cpu())
+    assert (r2[1] > 0.5).all() and (r2[1] > r2[0] + 0.3).all()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [list(y.shape) for y in fitted.layers[0]] == [list(y) for y in SHAPES]
+    small = kvops.fit_gates([x[:2000] * 1e-4], [scores[:2000]], width=4, sinks=5, group=3)
+    large = kvops.fit_gates([x[:2000]], [scores[:2000]], width=4, sinks=5, group=3)
+    torch.testing.assert_close(small.scores(x[None] * 1e-4, 0), large.scores(x[None], 0), atol=0.05, rtol=0)
+
+
 def test_wrong_fits():
     x, y = torch.ones(10, SIZE), torch.ones(10, HEADS)
     fitted = kvops.fit_gates([x], [y])  # without any variance
@@ -173,6 +255,9 @@ def test_wrong_fits():
         (([x], [y]), dict(ridge=0), "ridge must be greater than 0, got 0", ValueError),
         (([x], [y]), dict(width=0), "width must be at least 1", ValueError),
         (([x], [y]), dict(seed=-1), "seed must be at least 0", ValueError),
+        (([x], [y]), dict(sinks=-1, width=2), "sinks must be at least 0", ValueError),
+        (([x], [y]), dict(sinks=2), "an attention to sinks needs width and sinks, got width=None, sinks=2", ValueError),
+        (([x], [y]), dict(group=2, width=4), "an attention to sinks needs width and sinks", ValueError),
     ):
         with kit.refuses(f"fit_gates: {says}", kind=kind):
             kvops.fit_gates(*args, **options)
