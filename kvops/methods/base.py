@@ -707,9 +707,7 @@ class BudgetPolicy(Policy):
         if scores.shape[1] != view.heads:
             raise ValueError(f"{self.name}: head_mode='adaptive' needs scores of each head, got one for all heads")
         if self.shares is not None:
-            tokens = view.row_tokens()
-            each = {x: self._fixed(view, x) for x in set(tokens)}
-            return torch.tensor([each[x] for x in tokens], dtype=torch.int32, device=scores.device)
+            return torch.tensor(self.fixed(view), dtype=torch.int32, device=scores.device).view(scores.shape[:2])
         check_shared(self.name, budget, self.sinks or recent)
         assert not isinstance(budget, Tensor)  # `check` refuses it
         newest = recent_tokens(recent, budget) if isinstance(budget, int) else 0
@@ -723,24 +721,18 @@ class BudgetPolicy(Policy):
     def room(self, view: View) -> int:
         """The tokens that a cache keeps: the budget, but at least the tokens that are always kept.
 
-        With `shares`: the largest of `row_rooms`.
+        With `shares`: the mean over the heads of the layer, rounded down, of the row that keeps most.
         """
         if self.shares is not None:
-            return max(self.row_rooms(view))
+            return max((sum(x) // view.heads for x in self.fixed(view)), default=view.seen)
         keep = budget_tokens(self.budget, view.seen)
         return max(keep, self.sinks + self.newest(keep))
 
-    def row_rooms(self, view: View) -> list[int]:
-        """With `shares`: what the heads of the layer keep of each row, their mean, rounded down."""
-        tokens = view.row_tokens()
-        means = {x: sum(self._fixed(view, x)) // view.heads for x in set(tokens)}
-        return [means[x] for x in tokens]
-
-    def _fixed(self, view: View, seen: int) -> list[int]:
-        """With `shares`: the tokens that each head of the layer keeps in a row of `seen` tokens."""
+    def fixed(self, view: View) -> list[list[int]]:
+        """With `shares`: the tokens that each head of the layer keeps, of each row."""
         assert self.shares is not None
         keep = budget_tokens(self.budget, view.seen)
-        return fixed_budgets(self.name, self.shares, view, seen, keep, self.sinks + self.newest(keep))
+        return fixed_budgets(self.name, self.shares, view, keep, self.sinks + self.newest(keep))
 
     def of_prompt(self, view: View) -> bool:
         """Whether the step is part of a prompt."""

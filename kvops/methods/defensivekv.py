@@ -131,16 +131,15 @@ class DefensiveKV(WindowPolicy):
         if self.sinks:
             mean = mean.masked_fill(view.first(self.sinks), torch.nan)  # kept in any case, as the window is
         if self.head_mode == "adaptive":  # the first stage, too, is one for all heads of the layer, here one row
+            mean, kept = mean.flatten(1).unsqueeze(1) / view.heads, self.sinks + recent
             if self.shares is None:
                 check_shared(self.name, budget, recent)
                 assert isinstance(budget, int)  # because there is a window
-                rooms = [budget] * view.rows
+                best = select_topk(mean, k=view.heads * (budget - kept))
             else:
-                rooms = self.row_rooms(view)
-            each = [view.heads * (x - self.sinks - recent) for x in rooms]
-            mean = mean.flatten(1).unsqueeze(1) / view.heads
-            budgets = torch.tensor(each, dtype=torch.int32, device=mean.device).unsqueeze(1)
-            best = select_topk(mean, k=max(each), budgets=budgets)
+                each = [view.heads * (sum(x) // view.heads - kept) for x in self.fixed(view)]
+                budgets = torch.tensor(each, dtype=torch.int32, device=mean.device).unsqueeze(1)
+                best = select_topk(mean, k=max(each, default=0), budgets=budgets)
         else:
             best = first_slots(self.name, mean, budget, self.sinks + recent, starts=view.starts, lengths=view.lengths)
         attention = pad(mean.nan_to_num(0.0), (0, 1)).double()

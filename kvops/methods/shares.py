@@ -51,8 +51,8 @@ def check_no_shares(op: str, shares: Shares | None, who: str) -> None:
         raise ValueError(f"{op}: {who} does not support shares of heads, expected shares=None, got {shares!r}")
 
 
-def fixed_budgets(op: str, shares: Shares, view: View, seen: int, budget: int, least: int) -> list[int]:
-    """The tokens of each head of the view's layer, of a row with `seen` tokens.
+def fixed_budgets(op: str, shares: Shares, view: View, budget: int, least: int) -> list[list[int]]:
+    """The tokens of each head of the view's layer, of each row.
 
     Every head keeps `least`, and 1 at least. The rest of the budget is divided among the heads of the model in
     proportion to their shares, up to all tokens of the row, and rounded to the nearest.
@@ -63,10 +63,11 @@ def fixed_budgets(op: str, shares: Shares, view: View, seen: int, budget: int, l
             f"{op}: shares must be [layers that evict, Hk], expected [{num_layers}, {view.heads}], got "
             f"{list(table.shape)}"
         )
-    rest, most = max(0, budget - least), max(0, seen - least)
     values = tuple(table.detach().float().flatten().tolist())  # fp32, as in a file
-    each = _divided(values, rest * len(values), most)[layer * view.heads : (layer + 1) * view.heads]
-    return [max(1, least + round(x)) for x in each]
+    total, own = max(0, budget - least) * len(values), slice(layer * view.heads, (layer + 1) * view.heads)
+    rows = view.row_tokens()
+    each = {seen: _divided(values, total, max(0, seen - least))[own] for seen in set(rows)}
+    return [[max(1, least + round(x)) for x in each[seen]] for seen in rows]
 
 
 @functools.lru_cache(16)

@@ -197,6 +197,15 @@ def test_one_share_is_not_more_than_its_head_holds():
     assert _divided((1.0, 0.0, 2.0), 30, 9) == [9, 0, 9] and _divided((3.0, 1.0), 0, 9) == [0, 0]
 
 
+def test_an_empty_batch():
+    q, k, v = (x[:0] for x in inputs())
+    policy = kvops.KeyDiff(20, head_mode="adaptive", shares=SHARES)
+    assert policy.compress(k, v, layer=1, num_layers=LAYERS).k.shape[:2] == (0, 2)
+    for each in (policy, kvops.SnapKV(20, window=4, head_mode="adaptive", shares=SHARES)):
+        cache = kvops.Cache(each, layer=1, num_layers=LAYERS)
+        assert cache.attend(q, k, v).shape == (0, 4, N, 8)
+
+
 def test_kvzip_evicts_each_layer_to_its_shares():
     """A layer whose share holds the whole prompt keeps it."""
     q, k, v = inputs(b=1)
