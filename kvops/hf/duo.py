@@ -17,8 +17,11 @@ from ..ops.checks import check_finite, check_int
 from .arguments import CACHE
 from .attention import attention_logits, causal_mask, own_attention, softmax_weights
 from .cache import EvictingLayer, KVCache
+from .gradients import following
 from .passkeys import PasskeyTexts
 from .shares import check_texts, evicting_layers, reading_model
+
+INSTEAD = "kvops.hf.head_shares or kvops.hf.retrieval_shares"  # for models that errors name
 
 
 def duo_shares(
@@ -132,7 +135,7 @@ class _Mixed:
             raise NotImplementedError(
                 f"duo_shares: expected a {type(model).__name__} that reads a text in two parts as it reads it at once, "
                 f"got hidden states that differ by {(self.whole - once).norm() / once.norm():.0%} of their norm; use "
-                "kvops.hf.head_shares or kvops.hf.retrieval_shares"
+                f"{INSTEAD}"
             )
 
     def heads(self) -> list[int]:
@@ -162,23 +165,16 @@ class _Mixed:
         if found.dim() != 3:
             raise NotImplementedError(
                 f"duo_shares: expected hidden states [b, t, hidden] of {type(self.model).__name__}, got "
-                f"{list(found.shape)}; use kvops.hf.head_shares or kvops.hf.retrieval_shares"
+                f"{list(found.shape)}; use {INSTEAD}"
             )
         return found[0]
 
     def gradients(self, alpha: list[Tensor]) -> list[Tensor]:
         """The gradients of the mean square of what the model loses, by layer."""
-        try:
+        with following("duo_shares:", self.model, INSTEAD):
             lost = (self.hidden(alpha) - self.whole).square()
             # of the sum, because those of a mean may be too small for fp16
             found = [x / lost.numel() for x in torch.autograd.grad(lost.sum(), alpha)]
-        except (torch.OutOfMemoryError, NotImplementedError):
-            raise
-        except RuntimeError as error:  # a layer that works in place, or that does not pass gradients on
-            raise NotImplementedError(
-                f"duo_shares: expected a model that autograd can follow, got {type(self.model).__name__}: {error}; use "
-                "kvops.hf.head_shares or kvops.hf.retrieval_shares"
-            ) from error
         if not all(x.isfinite().all() for x in found):
             raise ValueError(
                 f"duo_shares: expected finite gradients, got others in {self.model.dtype}; load the model in "

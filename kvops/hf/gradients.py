@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,16 +61,22 @@ def gradient_norms(
         ids, mask, positions, counts = (x.clone() for x in (ids, mask, positions, counts))  # as in `_plain`
         model(ids, attention_mask=mask, position_ids=positions, logits_to_keep=1, **{CACHE: _plain(cache)})
         phi = (returned[-1].float().square().sum(-1) * counts).sum()
-        try:
+        with following("kvops.hf: KVgrad", model, "kvops.KVzip without gradients"):
             found = torch.autograd.grad(phi, [probes[i] for i in evicting])
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # a layer that works in place, or that does not pass gradients on
-            raise NotImplementedError(
-                f"kvops.hf: KVgrad expected a model that autograd can follow, got {type(model).__name__}: {error}; use "
-                "kvops.KVzip without gradients"
-            ) from error
     return [x.float().norm(dim=-1).view(ids.shape) for x in found]
+
+
+@contextlib.contextmanager
+def following(who: str, model: nn.Module, instead: str) -> Iterator[None]:
+    """Raise NotImplementedError, in the name of `who`, if autograd cannot follow the model. instead: what to use."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a layer that works in place, or that does not pass gradients on
+        raise NotImplementedError(
+            f"{who} expected a model that autograd can follow, got {type(model).__name__}: {error}; use {instead}"
+        ) from error
 
 
 def _plain(cache: KVCache) -> KVCache:
