@@ -21,6 +21,11 @@ STABLE_TORCH_LIBRARY(kvops, m) {
       "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, Tensor? cos=None, "
       "Tensor? sin=None, bool interleaved=False, bool scores=True, Tensor? block_table=None) -> (Tensor, Tensor, "
       "Tensor)");
+  // DropKV scores: how far the outputs of the last queries move if a token is dropped.
+  m.def(
+      "drop_scores(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int group_reduce=1, "
+      "Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, float epsilon=1e-6, "
+      "Tensor? block_table=None) -> Tensor");
   // The slots to keep, ascending: top k, ties to the lower slot, with sinks and recent window, per row or segment.
   m.def(
       "select_topk(Tensor scores, int k, int sinks=0, int window=0, int? seq_len=None, Tensor? starts=None, "

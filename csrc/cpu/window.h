@@ -1,4 +1,4 @@
-// The parts that window_scores and window_attention share on the CPU: the logits of a block of keys against all rows of
+// The parts that window_scores, window_attention and drop_scores share on the CPU: the logits of a block of keys against all rows of
 // a KV head, the softmax statistics, and the scores.
 //
 // The rows of a KV head (its group's query heads x w) are packed once, and K is read in place (products.h): 128
@@ -133,6 +133,7 @@ inline F seen(const int32_t* limit, int64_t slot, F x, float otherwise) {
 // The state of one worker: a KV head's packed rows, and scratch for one block of keys.
 template <class T>
 struct WindowWorker {
+  static constexpr bool kDecode = false;
   const Window& p;
   const Segments segments;
   const WindowScratch sizes;
@@ -147,8 +148,8 @@ struct WindowWorker {
 
   WindowWorker(const Window& p_, int64_t dv, float* memory)
       : p(p_),
-        segments(p_),
-        sizes(p_, dv),
+        segments(p_, kDecode),
+        sizes(p_, dv, kDecode),
         vectors(segments.vectors(VL)),
         lanes(segments.lanes(VL)),
         words(kWidened<T> ? row_shape<T>(p_.k.row_bytes).registers() * kStep<T> : p_.k.row_bytes / 4) {
@@ -321,12 +322,13 @@ struct WindowWorker {
     for (int v = 0; v < N; ++v) store(total + v * VL, load(total + v * VL) * shrink[v] + sums[v]);
   }
 
-  // Computes the rows' offset and factor from the statistics of a head's splits.
-  void rows_from_stats(const float* stats) {
+  // Computes the rows' offset and factor from the statistics of a head's splits: exp(logit - offset) * factor is `unit`
+  // times the softmax.
+  void rows_from_stats(const float* stats, float unit) {
     for (int64_t i = 0; i < lanes; i += VL) {
       const Totals all(stats, sizes, lanes, i, load(sink + i));
       store(offset + i, all.base);
-      store(factor + i, all.total > 0.0f ? weight / all.total : F{});
+      store(factor + i, all.total > 0.0f ? unit / all.total : F{});
     }
     weigh_rows();
   }
@@ -377,32 +379,24 @@ struct WindowWorker {
     return p.scores + (by_query ? head * p.group + segment : head) * p.n;
   }
 
-  // Computes the scores of a block of keys. tile_of(Count<N>, chunk) fills the tile with logits.
-  template <class TileOf>
-  void score_block(const Block& block, bool dot, const TileOf& tile_of) const {
-    const bool of_max = p.w == 1 && segments.count == 1 ? p.group_reduce == Reduce::max : p.reduce == Reduce::max;
-    const bool masked = !sees_all(block);
+  // Whether the lanes of a segment are reduced by their maximum.
+  bool reduces_by_max() const {
+    return p.w == 1 && segments.count == 1 ? p.group_reduce == Reduce::max : p.reduce == Reduce::max;
+  }
+
+  // Computes the scores of a block of keys. add(Count<N>, chunk) adds the scores of a chunk's rows to `partial`, which
+  // begins with `least`, or takes the maximum.
+  template <class Add>
+  void reduce_block(const Block& block, float least, const Add& add) const {
+    const bool of_max = reduces_by_max();
     for (int64_t s = 0; s < segments.count; ++s) {
       for (int i = 0; i < kBlock * VL; i += VL) {
-        store(partial + i, splat(of_max && dot ? -__builtin_inff() : 0.0f));
+        store(partial + i, splat(least));
         if (of_max) store(poison + i, F{});
       }
       for (int64_t v = 0; v < vectors; v += kVectors) {
         const Chunk chunk{s * vectors + v, vectors - v < kVectors ? vectors - v : kVectors, s, v};
-        with_count(chunk.count, [&](auto n) {
-          constexpr int N = decltype(n)::value;
-          tile_of(n, chunk);
-          if (of_max && dot) {
-            masked ? add_weights<N, true, true, true>(block, chunk) : add_weights<N, true, true, false>(block, chunk);
-          } else if (of_max) {
-            masked ? add_weights<N, true, false, true>(block, chunk) : add_weights<N, true, false, false>(block, chunk);
-          } else if (dot) {
-            masked ? add_weights<N, false, true, true>(block, chunk) : add_weights<N, false, true, false>(block, chunk);
-          } else {
-            masked ? add_weights<N, false, false, true>(block, chunk)
-                   : add_weights<N, false, false, false>(block, chunk);
-          }
-        });
+        with_count(chunk.count, [&](auto n) { add(n, chunk); });
       }
       reduce_segment(block.count, of_max);
       const bool alone = segments.count == 1 || p.group_reduce == Reduce::none;
@@ -418,6 +412,25 @@ struct WindowWorker {
       }
       if (s + 1 == segments.count) memcpy(scores_of(0) + block.first, group_scores, 4 * block.count);
     }
+  }
+
+  // The same from logits. tile_of(Count<N>, chunk) fills the tile with them.
+  template <class TileOf>
+  void score_block(const Block& block, bool dot, const TileOf& tile_of) const {
+    const bool of_max = reduces_by_max(), masked = !sees_all(block);
+    reduce_block(block, of_max && dot ? -__builtin_inff() : 0.0f, [&](auto n, const Chunk& chunk) {
+      constexpr int N = decltype(n)::value;
+      tile_of(n, chunk);
+      if (of_max && dot) {
+        masked ? add_weights<N, true, true, true>(block, chunk) : add_weights<N, true, true, false>(block, chunk);
+      } else if (of_max) {
+        masked ? add_weights<N, true, false, true>(block, chunk) : add_weights<N, true, false, false>(block, chunk);
+      } else if (dot) {
+        masked ? add_weights<N, false, true, true>(block, chunk) : add_weights<N, false, true, false>(block, chunk);
+      } else {
+        masked ? add_weights<N, false, false, true>(block, chunk) : add_weights<N, false, false, false>(block, chunk);
+      }
+    });
   }
 
   // Keys that no row sees score 0.
@@ -444,7 +457,7 @@ struct WindowWorker {
   template <int N, class Move>
   void for_logits(const Block& block, const Chunk& chunk, float* kept, const Move& move) const {
     const int64_t pitch = WindowScratch::logit_pitch(segments);
-    kept += chunk.segment * WindowScratch::segment_logits(p) + chunk.in_segment * VL;
+    kept += chunk.segment * WindowScratch::segment_logits(p, segments) + chunk.in_segment * VL;
     kept += (block.first - first) % split_keys(p.n) * pitch;
     // If rows do not fill the vector, the next key's vector overwrites the excess lanes.
     for (int i = 0; i < block.count; ++i)
@@ -475,7 +488,7 @@ struct WindowWorker {
 
   // stats: those of all splits of the head.
   void second_pass(int64_t split, const float* stats, float* kept) {
-    rows_from_stats(stats);
+    rows_from_stats(stats, weight);
     if (p.w > 1) return score_split(split, false);
     for_blocks(split, [&](const Block& block) {
       score_block(block, false, [&](auto n, const Chunk& chunk) {
@@ -502,7 +515,7 @@ inline int64_t window_bytes(const Window& p) {
 // twice.
 template <class Worker, class Fn>
 void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
-  const WindowScratch sizes(p, dv);
+  const WindowScratch sizes(p, dv, Worker::kDecode);
   parallel_for(workers, workers.count, [&](int64_t w) {
     Worker worker(p, dv, workers.workspace + w * sizes.worker);
     const Share mine = share(sizes.items, w, workers.count);
@@ -518,7 +531,7 @@ void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& f
 // a slot's cosines and sines take as many bytes as two heads' 16-bit keys, and this keeps them in the cache.
 template <class Worker, class Fn>
 void for_parts(const Window& p, int64_t dv, const Workers& workers, const Fn& fn) {
-  const WindowScratch sizes(p, dv);
+  const WindowScratch sizes(p, dv, Worker::kDecode);
   const int64_t size = split_keys(p.n);
   if (!p.rope.pairs)
     return for_splits<Worker>(p, dv, workers, [&](Worker& worker, int64_t item) { fn(worker, item, Share{0, size}); });

@@ -15,70 +15,16 @@
 // Work is split over (batch, head) and over splits of at least 3072 keys, whose size depends on n alone.
 #include "../ops/window_attention.h"
 #include "window_decode.h"
+#include "window_values.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
-
-// One split's sums of weighted V rows, transposed: a chunk's are [width][N vectors].
-template <class T>
-struct WeightedValues {
-  static constexpr bool kUsed = true;
-  WindowWorker<T>& worker;
-  const KVView& v;
-  const int64_t width;  // of a row of V, padded to whole registers
-  float* const out;
-  Block block{};
-  const char* rows[kBlock];
-
-  static int64_t row_width(int64_t row_bytes) {
-    return sizeof(T) == 2 ? row_shape<T>(row_bytes).registers() * kStep<T> : row_bytes / 4;
-  }
-
-  WeightedValues(WindowWorker<T>& worker_, const KVView& v_, float* out_)
-      : worker(worker_), v(v_), width(row_width(v_.row_bytes)), out(out_) {
-    memset(out, 0, worker.lanes * width * 4);
-  }
-
-  void start(const Block& keys) {
-    block = read_block(worker.p, v, worker.head, keys.first, keys.count, rows, worker.wide_values);
-    if (sizeof(T) == 2) worker.widen_rows(v.row_bytes, block, worker.values);
-  }
-
-  template <int N>
-  void add(const Chunk& chunk, const F* shrink) const {
-    float* const sums = out + chunk.vector * VL * width;
-    int64_t c = 0;
-    if constexpr (N <= kVectors / 2)
-      for (; c + 8 <= width; c += 8) add_channels<N, 8>(c, shrink, sums);
-    for (; c < width; c += 4) add_channels<N, 4>(c, shrink, sums);
-  }
-
-  template <int N, int C>
-  void add_channels(int64_t channel, const F* shrink, float* out) const {
-    F sums[C][N];
-    for (int c = 0; c < C; ++c)
-      for (int j = 0; j < N; ++j) sums[c][j] = load(out + ((channel + c) * N + j) * VL) * shrink[j];
-    for (int i = 0; i < block.count; ++i) {
-      const char* const row = block.row(i) + 4 * channel;
-      F weights[N];
-      for (int j = 0; j < N; ++j) weights[j] = load(worker.tile + (i * N + j) * VL);
-#pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) {
-        float x;
-        memcpy(&x, row + 4 * c, 4);
-        for (int j = 0; j < N; ++j) sums[c][j] += weights[j] * x;
-      }
-    }
-    for (int c = 0; c < C; ++c)
-      for (int j = 0; j < N; ++j) store(out + ((channel + c) * N + j) * VL, sums[c][j]);
-  }
-};
 
 // Writes a chunk's rows of out and lse, from all splits of the head.
 template <class T>
 void finish(const WindowAttentionParams& p, const WindowScratch& sizes, const WindowWorker<T>& worker,
             const Chunk& chunk, const float* stats, const float* outs) {
-  const int64_t width = WeightedValues<T>::row_width(p.v.row_bytes);
+  const int64_t width = ValueRows<T>::row_width(p.v.row_bytes);
   for (int64_t v = 0; v < chunk.count; ++v) {
     const int64_t lane = (chunk.vector + v) * VL;
     const Totals all(stats, sizes, worker.lanes, lane, load(worker.sink + lane));
@@ -108,7 +54,7 @@ void finish(const WindowAttentionParams& p, const WindowScratch& sizes, const Wi
 
 template <class T>
 void attend(const WindowAttentionParams& p, const Workers& workers) {
-  const WindowScratch sizes(p.window, p.dv);
+  const WindowScratch sizes(p.window, p.dv, false);
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
   float* const outs = stats + sizes.items * sizes.stats;                  // [items][lanes * width]
   float* const kept = outs + sizes.items * sizes.out;                     // w = 1: [items] of logits, for the scores
@@ -132,7 +78,7 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
 template <class T, int R>
 void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
   typedef DecodeWorker<T, R> Worker;
-  const WindowScratch sizes(p.window, p.dv);
+  const WindowScratch sizes(p.window, p.dv, Worker::kDecode);
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const outs = stats + sizes.items * sizes.stats;
   float* const kept = outs + sizes.items * sizes.out;
@@ -182,7 +128,7 @@ void attend_nothing(const WindowAttentionParams& p) {
 
 void window_attention(const WindowAttentionParams& p, Call& call) {
   if (p.window.n == 0) return attend_nothing(p);
-  const WindowScratch sizes(p.window, p.dv);
+  const WindowScratch sizes(p.window, p.dv, is_decode(p.window));
   const Workers workers =
       workers_for(call, window_bytes(p.window), sizes.worker, sizes.items * (sizes.stats + sizes.out + sizes.logits));
   with_dtype(p.window.dtype, [&](auto type) {

@@ -50,6 +50,7 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
 // R: the number of queries, rounded up to a power of two by repeating the last query.
 template <class T, int R>
 struct DecodeWorker {
+  static constexpr bool kDecode = true;
   static constexpr int kUnit = R < VL ? VL / R : 1;       // keys per unit
   static constexpr int kUnitVectors = kUnit * R / VL;     // vectors of logits per unit
   static constexpr int kLanes = kUnitVectors * VL;        // lane i is a logit of query i % R
@@ -65,7 +66,7 @@ struct DecodeWorker {
   float weight = 0;
 
   DecodeWorker(const Window& p_, int64_t dv, float* memory)
-      : p(p_), sizes(p_, dv), shape(row_shape<In>(p_.k.row_bytes)), width(shape.registers() * kStep<In>) {
+      : p(p_), sizes(p_, dv, kDecode), shape(row_shape<In>(p_.k.row_bytes)), width(shape.registers() * kStep<In>) {
     q = memory;
     tile = q + sizes.queries;
     turns = tile + sizes.tile;

@@ -36,7 +36,7 @@ void rows_from_lse(WindowWorker<T>& worker, const RowValues& lse) {
 
 template <class T>
 void score(const WindowScoresParams& p, const Workers& workers) {
-  const WindowScratch sizes(p.window, 0);
+  const WindowScratch sizes(p.window, 0, false);
   float* const stats = workers.workspace + workers.count * sizes.worker;  // [items][2][lanes]
   float* const kept = stats + sizes.items * sizes.stats;                  // w = 1: [items] of logits
   const bool make_lse = makes_lse(p);
@@ -61,7 +61,7 @@ void score(const WindowScoresParams& p, const Workers& workers) {
 template <class T, int R>
 void score_decode(const WindowScoresParams& p, const Workers& workers) {
   typedef DecodeWorker<T, R> Worker;
-  const WindowScratch sizes(p.window, 0);
+  const WindowScratch sizes(p.window, 0, Worker::kDecode);
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const kept = stats + sizes.items * sizes.stats;
   const bool make_lse = makes_lse(p);
@@ -93,7 +93,7 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
 }  // namespace
 
 void window_scores(const WindowScoresParams& p, Call& call) {
-  const WindowScratch sizes(p.window, 0);
+  const WindowScratch sizes(p.window, 0, is_decode(p.window));
   const Workers workers = workers_for(call, window_bytes(p.window), sizes.worker,
                                       makes_lse(p) ? sizes.items * (sizes.stats + sizes.logits) : 0);
   with_dtype(p.window.dtype, [&](auto type) {

@@ -17,7 +17,7 @@ constexpr int64_t round_up(int64_t x, int64_t multiple) {
 
 constexpr int64_t kTurnedRun = 16 * kBlock;  // keys whose cosines and sines stay in the cache: 384 KiB for 64 pairs
 
-constexpr int64_t kDecodeRows = 8;  // decode steps with up to this many query heads per group use window_decode.h
+constexpr int64_t kDecodeRows = 8;  // attention of one row with up to this many query heads: window_decode.h
 inline bool is_decode(const Window& p) {
   return p.w == 1 && p.group <= kDecodeRows;
 }
@@ -31,13 +31,13 @@ constexpr int64_t split_keys(int64_t n) {
 
 // The group * w rows of a KV head are packed into the lanes of vectors. Rows that are summed (or maximized) together
 // form a segment, which starts a new vector: all rows if the order of the two reductions does not matter, otherwise the
-// rows of one query head.
+// rows of one query head. window_decode.h has one segment in any case.
 struct Segments {
   int64_t count, rows;  // rows: per segment
 
-  explicit Segments(const Window& p) {
+  Segments(const Window& p, bool decode) {
     const bool row_max = p.reduce == Reduce::max, group_max = p.group_reduce == Reduce::max;
-    const bool one = is_decode(p) || (p.group_reduce != Reduce::none && (p.w == 1 || row_max == group_max));
+    const bool one = decode || (p.group_reduce != Reduce::none && (p.w == 1 || row_max == group_max));
     count = one ? 1 : p.group;
     rows = one ? p.group * p.w : p.w;
   }
@@ -57,9 +57,9 @@ struct WindowScratch {
   int64_t out;                                        // per item: sums of weighted V rows
   int64_t logits;                                     // per item: kept for the scores if w = 1
 
-  // dv: 0 without V.
-  WindowScratch(const Window& p, int64_t dv) {
-    const Segments segments(p);
+  // dv: 0 without V. decode: for window_decode.h.
+  WindowScratch(const Window& p, int64_t dv, bool decode) {
+    const Segments segments(p, decode);
     const int64_t words = round_up(p.d, 2 * kMaxLanes);
     splits = (p.n + split_keys(p.n) - 1) / split_keys(p.n);
     items = p.b * p.heads * splits;
@@ -77,11 +77,13 @@ struct WindowScratch {
     worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned + wide_keys + wide_values;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
-    logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p), kMaxLanes) : 0;
+    logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p, segments), kMaxLanes) : 0;
   }
 
   // A segment's logits of an item, with padding for the last vector.
-  static int64_t segment_logits(const Window& p) { return split_keys(p.n) * logit_pitch(Segments(p)) + kMaxLanes; }
+  static int64_t segment_logits(const Window& p, const Segments& segments) {
+    return split_keys(p.n) * logit_pitch(segments) + kMaxLanes;
+  }
   // The distance from a key's logits to the next key's.
   static int64_t logit_pitch(const Segments& segments) {
     const int64_t rows = segments.rows;

@@ -36,6 +36,7 @@ __all__ = [
     "cluster_mean",
     "cluster_priority",
     "compact_kv_",
+    "drop_scores",
     "gather_kv",
     "key_similarity",
     "ladder_compact_",
@@ -67,6 +68,7 @@ _lag_score = operator(_ops.lag_score.default)
 _anchor_cosine = operator(_ops.anchor_cosine.default)
 _window_scores = operator(_ops.window_scores.default)
 _window_attention = operator(_ops.window_attention.default)
+_drop_scores = operator(_ops.drop_scores.default)
 _select_topk = operator(_ops.select_topk.default)
 _gather_kv = operator(_ops.gather_kv.default)
 _gather_kv_out = operator(_ops.gather_kv.out, k_out="out[0]", v_out="out[1]")
@@ -459,6 +461,98 @@ def _(
     if not scores:
         observed = observed.new_empty((*observed.shape[:2], 0))
     return q.new_empty((b, heads, w, v.shape[3])), q.new_empty((b, heads, w), dtype=torch.float32), observed
+
+
+def drop_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float | None = None,
+    group_reduce: Reduce | Literal["none"] = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    epsilon: float = 1e-6,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """Score keys by how far the outputs of the last queries move if the key is dropped, as DropKV does.
+
+    Without key j the softmax of row i divides the weight of j among the other keys, and the output o_i becomes
+    o_i + a / (1 - a) * (o_i - v_j), with a = a[i, j]. So one key's loss is known without computing another softmax:
+
+    ```text
+    o_i      = sum over j of a[i, j] * v_j                 with a[i, j] as in `window_scores`
+    gain     = a[i, j] / (1 - a[i, j] + epsilon)
+    score[j] = sum over the rows i that see j of gain^2 * ||v_j - o_i||^2, then group_reduce over the query heads
+               of j's KV head
+    ```
+
+    The operator computes the outputs itself and keeps them in fp32: where one key has nearly all of a row's weight, the
+    gain multiplies the rounding error of v_j - o_i. It reads K and V twice, and never writes a rows x n matrix.
+
+    A logit that is not finite is left out of its row's softmax, and its key scores NaN. A key that no row sees scores
+    0, and so does the only key of a row. A non-finite V row that some row sees may make all scores of its batch row and
+    KV head NaN.
+
+    Args:
+        q: [b, Hq, w, d], 1 to 256 query rows; as in `window_scores`.
+        k: [b, Hk, n, d].
+        v: [b, Hk, n, dv], of the dtype of k.
+        visible: int32 [w] or [b, w], as in `window_scores`.
+        scale: The factor of the logits; 1 / sqrt(d) if None.
+        group_reduce: "sum", "mean" or "max", or "none" for a score per query head.
+        starts: int32 [b], the first valid slot of each row.
+        softcap: The cap of the logits; 0 for none.
+        sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key.
+        epsilon: Positive. Bounds the gain of a key with all of a row's weight.
+        block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
+
+    Returns:
+        fp32 [b, Hk, n], or [b, Hq, n] with group_reduce="none".
+
+    Raises:
+        TypeError: A tensor argument is not a tensor, or an option has the wrong type.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value.
+
+    Source: DropKV, 2026; epsilon: kvpress, dropkv_press.py.
+    """
+    return _drop_scores(
+        q,
+        k,
+        v,
+        visible,
+        scale=scale,
+        group_reduce=check_code("drop_scores", "group_reduce", group_reduce, REDUCTIONS, "none"),
+        starts=starts,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        epsilon=epsilon,
+        block_table=block_table,
+    )
+
+
+@register_fake("kvops::drop_scores")
+def _(
+    q,
+    k,
+    v,
+    visible,
+    *,
+    scale=None,
+    group_reduce=1,
+    starts=None,
+    softcap=0.0,
+    sink_logits=None,
+    epsilon=1e-6,
+    block_table=None,
+):
+    scores = _window(
+        "drop_scores", q, k, group_reduce, block_table, v=v, visible=visible, starts=starts, sink_logits=sink_logits
+    )
+    check_dims("drop_scores", _KV, v=v)
+    return scores
 
 
 def select_topk(

@@ -261,6 +261,31 @@ def window_attention(
     return (weights @ values).flatten(1, 2), lse.flatten(1, 2), observed if scores else observed[..., :0]
 
 
+@also_of_pages
+def drop_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    *,
+    scale: float | None = None,
+    group_reduce: str = "mean",
+    starts: Tensor | None = None,
+    softcap: float = 0.0,
+    sink_logits: Tensor | None = None,
+    epsilon: float = 1e-6,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """DropKV: the squared change of the outputs if a key is dropped. -> [b, Hk, n]."""
+    logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
+    weights, _ = window_softmax(logits, seen, None, sink_logits)
+    values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
+    outs = weights @ values
+    gains = weights / ((1 - weights).clamp(min=0) + epsilon)
+    distances = torch.cdist(outs, values.expand(-1, -1, outs.shape[2], -1, -1), compute_mode="donot_use_mm_for_euclid_dist")
+    return window_reduce((gains * distances).square(), seen, logits.isfinite(), "sum", group_reduce)
+
+
 def select_topk(
     scores: Tensor,
     *,
