@@ -163,8 +163,8 @@ struct RowLayout {
 };
 
 // Bytes from one row of queries to the next.
-inline int query_pitch(const Window& p) {
-  const int width = static_cast<int>((p.k.row_bytes + 63) / 64 * 64);
+inline int query_pitch(int64_t row_bytes) {
+  const int width = static_cast<int>((row_bytes + 63) / 64 * 64);
   return width % 128 ? width : width + 64;
 }
 
@@ -298,45 +298,48 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
-// Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the keys.
+// Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the rows.
 template <class Fn>
-inline void with_key_tile(const Window& p, const Fn& fn) {
+inline void with_key_tile(const Window& p, int64_t row_bytes, const Fn& fn) {
   with_read_dtype(p.stored, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(T) < 4) {
-      if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
+      if (row_bytes <= 256) return fn(type, Constant<4>{});
     }
     fn(type, Constant<8>{});
   });
 }
+template <class Fn>
+inline void with_key_tile(const Window& p, const Fn& fn) {
+  with_key_tile(p, p.k.row_bytes, fn);
+}
 
 // The products of a warp's keys with 16 rows: from registers if the keys fit, otherwise part by part from global
 // memory. Tensor cores round sums toward zero; kApart adds those of the parts outside of them.
-template <class T, int kPieces, bool kApart = false>
-__device__ inline void multiply_all(Products<KeyTile<T, kPieces>::kBlocks>& x, KeyTile<T, kPieces>& keys,
-                                    int64_t row_bytes, const HeadRows& rows, int left, bool wide, const char* queries,
-                                    int pitch) {
+template <class T, int kPieces, bool kApart = false, int kBlocks>
+__device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kBlocks>& keys, int64_t row_bytes,
+                                    const HeadRows& rows, int left, bool wide, const char* queries, int pitch) {
 #pragma unroll
-  for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
+  for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
   const int pieces = static_cast<int>(row_bytes) / 16;
-  if (pieces <= 4 * kPieces) return multiply<T, kPieces>(x, keys, queries, pitch, pieces, 0);
+  if (pieces <= 4 * kPieces) return multiply(x, keys, queries, pitch, pieces, 0);
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {
     keys.load(rows, left, pieces, part, wide);
     if constexpr (kApart) {
-      Products<KeyTile<T, kPieces>::kBlocks> y = {};
-      multiply<T, kPieces>(y, keys, queries, pitch, pieces, part);
+      Products<kBlocks> y = {};
+      multiply(y, keys, queries, pitch, pieces, part);
 #pragma unroll
-      for (int m = 0; m < KeyTile<T, kPieces>::kBlocks; ++m)
+      for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
         for (int t = 0; t < 2; ++t)
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[m][t][e] += y[m][t][e];
     } else {
-      multiply<T, kPieces>(x, keys, queries, pitch, pieces, part);
+      multiply(x, keys, queries, pitch, pieces, part);
     }
   }
 }

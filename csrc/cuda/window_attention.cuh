@@ -89,7 +89,7 @@ struct AttentionPlan {
     x.warp_rows = x.tensor_cores && rows <= 8 ? 8 : kTileRows;
     const int tiles = (rows + x.warp_rows - 1) / x.warp_rows;
     if (!x.tensor_cores) {
-      x.pitch = query_pitch(w);
+      x.pitch = query_pitch(w.k.row_bytes);
       x.row_blocks = tiles;
       x.splits = Splits::fixed(w.n, tiles);
       x.parts = static_cast<int>(x.splits.count) * plain_groups(p.dv);
@@ -799,10 +799,10 @@ inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const Att
   });
 }
 
-// Combines all parts to out and lse, and to the rows' totals, [b, Hq, w].
-inline void attention_combine_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const float* parts,
-                                   const RowSum* sums, RowSum* totals, cudaStream_t stream) {
-  with_dtype(p.window.dtype, [&](auto type) {
+// Combines all parts to out, of dtype `to`, and lse, and to the rows' totals, [b, Hq, w].
+inline void attention_combine_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, DType to,
+                                   const float* parts, const RowSum* sums, RowSum* totals, cudaStream_t stream) {
+  with_dtype(to, [&](auto type) {
     const dim3 grid = grid_of(p.window.b * p.window.heads * p.window.group * p.window.w,
                               static_cast<unsigned>((p.dv + kCombined - 1) / kCombined));
     launch<attention_combine_kernel<decltype(type)>>(grid, kWindowThreads, 0, stream, p, plan.parts, parts, sums,

@@ -1,0 +1,305 @@
+// DropKV scores: how far the outputs of the last queries move if a key is dropped.
+//
+//   a[i, j]  = exp(logit[i, j] - lse[i])                 o_i = sum over j of a[i, j] v_j
+//   score[j] = reduce over rows i of (a / (1 - a + epsilon))^2 |v_j - o_i|^2
+//   |v - o|^2 = |v|^2 - 2 v . o + |o|^2
+//
+// Bytes that must move: K and V twice. window_attention's kernels first compute the rows' totals and their outputs in
+// fp32. drop_scores then multiplies keys with queries and values with outputs, as window.cuh explains: a warp holds 16
+// keys and their values in registers, and multiplies them with 16 rows at a time from shared memory. Both products have
+// the same layout, so a lane combines its own numbers, and the sum over rows is added within four lanes at the end.
+//
+// Tensor cores take 16-bit operands, and an output rounded to 16 bits would be too far off: where values are alike,
+// |v - o|^2 is a small difference of large numbers. So an output is two rows, its rounded value and what rounding left,
+// and values take two products. For fp16 a power of two scales both into range. Where one key has a large weight
+// (kLargeWeight), the lane subtracts channel by channel instead; a row has fewer than four such keys.
+//
+// A tile of 16 keys and 16 rows costs a warp (bf16, d = 128): 48 tensor-core products of 16 x 8 x 16, and for each of
+// the lane's 8 logits one exponential, one division and about ten other operations.
+//
+// Grid: x runs over (batch, KV head, unit, split). A unit is the rows that are summed: all rows of a KV head, or those
+// of one query head if the group is reduced by its maximum, or not at all. In those cases the heads of a group read
+// their keys one after the other, mostly from L2, and drop_group_max takes the maximum. Rows that do not fit in shared
+// memory are processed in chunks; what a chunk leaves unfinished waits in `scores` for the same thread.
+#pragma once
+#include "../ops/drop_scores.h"
+#include "reduce.cuh"
+#include "window.cuh"
+#include "window_passes.h"
+
+namespace kvops {
+namespace {
+
+constexpr int64_t kDropShared = 160 * 1024;  // bytes per block at most: the rest of the memory is left to L1
+
+// How a call is divided.
+struct DropPlan {
+  int units, size;  // per KV head; rows per unit
+  int rows;         // per chunk, a multiple of 16
+  int pitch, out_pitch, parts;  // bytes from one row of queries, or of outputs, to the next; rows per output
+  bool wide, wide_queries;      // whether keys and values, or queries, can be read in whole pieces
+  Splits splits;
+  int64_t shared_bytes;
+
+  static DropPlan of(const DropScoresParams& p) {
+    const Window& w = p.window;
+    const bool together = w.group_reduce == Reduce::sum || w.group_reduce == Reduce::mean;
+    DropPlan x = {};
+    x.units = together ? 1 : static_cast<int>(w.group);
+    x.size = static_cast<int>(together ? w.group * w.w : w.w);
+    x.pitch = query_pitch(w.k.row_bytes);
+    x.out_pitch = query_pitch(p.v.row_bytes);
+    x.parts = w.dtype == DType::f32 ? 1 : 2;
+    const int per_tile = kTileRows * (x.pitch + x.parts * x.out_pitch + 4 * kFloats + static_cast<int>(sizeof(int))) +
+                         static_cast<int>(sizeof(Limits));
+    const int64_t memory = shared_memory() < kDropShared ? shared_memory() : kDropShared;
+    const int most = static_cast<int>((memory - 1024) / per_tile), tiles = (x.size + kTileRows - 1) / kTileRows;
+    if (most < 1)
+      throw std::runtime_error("kvops: drop_scores with these head dims needs " + std::to_string(per_tile + 1024) +
+                               " bytes of shared memory per block, this GPU has " + std::to_string(memory));
+    const int chunks = (tiles + most - 1) / most, each = (tiles + chunks - 1) / chunks;
+    x.rows = each * kTileRows;
+    x.shared_bytes = int64_t{each} * per_tile;
+    x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
+    x.wide_queries = aligned_queries(w);
+    x.splits = Splits::of(w.n, w.b * w.heads * x.units);
+    return x;
+  }
+
+  static constexpr int kFloats = 4;  // per row, see DropRows
+};
+
+// A chunk's rows in shared memory.
+struct DropRows {
+  char *queries, *outs;                        // [rows, pitch], [parts, rows, out_pitch]
+  float *less, *factors, *squares, *units;     // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
+  int* limits;                                 // [rows]
+  Limits* tiles;                               // [rows / 16]
+
+  __device__ DropRows(char* memory, const DropPlan& plan) {
+    queries = memory;
+    outs = queries + plan.rows * plan.pitch;
+    less = reinterpret_cast<float*>(outs + plan.parts * plan.rows * plan.out_pitch);
+    factors = less + plan.rows;
+    squares = factors + plan.rows;
+    units = squares + plan.rows;
+    limits = reinterpret_cast<int*>(units + plan.rows);
+    tiles = reinterpret_cast<Limits*>(limits + plan.rows);
+  }
+};
+
+// A row's output, in 16-bit types as two rows. Returns its unit. Called by a warp; `out` is null past the last row.
+template <class T>
+__device__ inline float load_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
+  const int lane = threadIdx.x % 32, pieces = (dv + kPiece<T> - 1) / kPiece<T>;
+  float largest = 0.0f, square = 0.0f;
+  for (int c = lane; out && c < dv; c += 32) {
+    largest = fmaxf(largest, fabsf(out[c]));
+    square = fmaf(out[c], out[c], square);
+  }
+  const float unit = std::is_same_v<Value<T>, Half> ? half_unit(largest) : 1.0f;
+  square = lanes_sum<32>(square);
+  if (lane == 0) {
+    rows.squares[i] = square;
+    rows.units[i] = unit;
+  }
+  for (int piece = lane; piece < (pieces + 3) / 4 * 4; piece += 32) {
+    float x[kPiece<T>], left[kPiece<T>];
+#pragma unroll
+    for (int e = 0; e < kPiece<T>; ++e) {
+      const int c = piece * kPiece<T> + e;
+      x[e] = out && c < dv ? out[c] / unit : 0.0f;
+      left[e] = x[e] - to_float(from_float<Value<T>>(x[e]));
+    }
+    char* const to = rows.outs + i * plan.out_pitch + 16 * piece;
+    *reinterpret_cast<uint4*>(to) = pack<T>(x);
+    if constexpr (sizeof(T) < 4) *reinterpret_cast<uint4*>(to + plan.rows * plan.out_pitch) = pack<T>(left);
+  }
+  return unit;
+}
+
+// Adds the squares of this part of a lane's values, over the four lanes that share them.
+template <class T, int kPieces>
+__device__ inline void add_squares(float (&sums)[2], const KeyTile<T, kPieces, 1>& values) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float x[kPiece<T>];
+      unpack<T>(values.raw[i][piece], x);
+#pragma unroll
+      for (int e = 0; e < kPiece<T>; ++e) sum = fmaf(x[e], x[e], sum);
+    }
+    sums[i] += lanes_sum<4>(sum);
+  }
+}
+
+template <class T, int kPieces, bool kPaged>
+__global__ void __launch_bounds__(kWindowThreads, 1)
+    drop_scores_kernel(DropScoresParams params, DropPlan plan, const float* outs, const RowSum* totals, float* scores) {
+  using Tile = KeyTile<T, kPieces, 1>;
+  const Window& p = params.window;
+  DYNAMIC_SHARED(char, memory);
+  const DropRows rows(memory, plan);
+  const int64_t unit = blockIdx.x / plan.splits.count, split = blockIdx.x % plan.splits.count;
+  const int64_t head = unit / plan.units, b = head / p.heads, h = head % p.heads;
+  const int begin = static_cast<int>(split * plan.splits.keys),
+            end = static_cast<int>(min(begin + plan.splits.keys, p.n));
+  const int first = static_cast<int>(p.first(b)), most = count_rows(p, b).most;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dv = static_cast<int>(params.dv);
+  const int first_row = static_cast<int>(unit % plan.units) * plan.size;  // of the KV head's G w rows
+  const int key_pieces = static_cast<int>(p.k.row_bytes / 16), value_pieces = static_cast<int>(params.v.row_bytes / 16);
+  const bool whole_keys = key_pieces <= 4 * kPieces, whole_values = value_pieces <= 4 * kPieces;
+  const float scale = p.scale * kLog2e, mean = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
+  const HeadRows all_keys = head_rows<kPaged, T>(p.k, b, h), all_values = head_rows<kPaged, T>(params.v, b, h);
+
+  for (int row = 0; row < plan.size; row += plan.rows) {
+    const int count = min(plan.rows, (plan.size - row + kTileRows - 1) / kTileRows * kTileRows);
+    __syncthreads();  // the previous chunk is done
+    for (int i = warp; i < count; i += kWindowWarps) {
+      const int at = row + i < plan.size ? first_row + row + i : -1;
+      const int64_t of_row = head * p.group * p.w + at;
+      for (int piece = lane; piece < (key_pieces + 3) / 4 * 4; piece += 32)
+        *reinterpret_cast<uint4*>(rows.queries + i * plan.pitch + 16 * piece) =
+            at < 0 ? uint4{} : query_piece<T>(p, b, h, at, piece, plan.wide_queries);
+      load_output<T>(rows, plan, i, at < 0 ? nullptr : outs + of_row * dv, dv);
+      if (lane > 0) continue;
+      // The largest logit and the sum, not their lse: the weight of a key that has nearly all is 1 / sum, and 1 less
+      // this is exact.
+      RowSum total = at < 0 ? RowSum::none() : totals[of_row];
+      if (at >= 0 && p.sink_logits) total.add({p.sink_logits[h * p.group + at / p.w] * kLog2e, 1.0f});
+      rows.less[i] = total.sum == 0.0f ? CUDART_INF_F : total.most;
+      rows.factors[i] = total.sum == 0.0f ? -1.0f : -1.0f / total.sum;
+      rows.limits[i] = at < 0 ? 0 : static_cast<int>(p.limit(b, at % p.w));
+    }
+    __syncthreads();  // rows are written
+    limits_of_tiles(rows.limits, count, rows.tiles);
+    __syncthreads();  // the limits of tiles too
+
+#pragma unroll 1
+    for (int key = begin + 16 * warp; key < end; key += 16 * kWindowWarps) {
+      float sums[2] = {};  // of keys lane / 4 and lane / 4 + 8
+      if (key < most && first < key + 16) {
+        const HeadRows key_rows = all_keys.from(key), value_rows = all_values.from(key);
+        const int left = most - key;
+        float squares[2] = {};
+        Tile keys, values;
+        if (whole_keys) keys.load(key_rows, left, key_pieces, 0, plan.wide);
+        for (int part = 0; part * 4 * kPieces < value_pieces; ++part) {
+          values.load(value_rows, left, value_pieces, part, plan.wide);
+          add_squares<T, kPieces>(squares, values);
+        }
+#pragma unroll 1
+        for (int tile = 0; tile < count / kTileRows; ++tile) {
+          if (key >= rows.tiles[tile].most) continue;
+          Products<1> x, y;
+          const char* const out_rows = rows.outs + tile * kTileRows * plan.out_pitch;
+          multiply_all<T, kPieces>(x, keys, p.k.row_bytes, key_rows, left, plan.wide,
+                                   rows.queries + tile * kTileRows * plan.pitch, plan.pitch);
+          multiply_all<T, kPieces>(y, values, params.v.row_bytes, value_rows, left, plan.wide, out_rows,
+                                   plan.out_pitch);
+          if constexpr (sizeof(T) < 4) {
+            Products<1> z;
+            multiply_all<T, kPieces>(z, values, params.v.row_bytes, value_rows, left, plan.wide,
+                                     out_rows + plan.rows * plan.out_pitch, plan.out_pitch);
+#pragma unroll
+            for (int t = 0; t < 2; ++t)
+#pragma unroll
+              for (int e = 0; e < 4; ++e) y[0][t][e] += z[0][t][e];
+          }
+#pragma unroll
+          for (int t = 0; t < 2; ++t)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const int own = lane / 4 + e / 2 * 8, slot = key + own, r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
+              if (slot < first || slot >= rows.limits[r]) continue;
+              const float logit = p.softcap == 0.0f ? __fmul_rn(x[0][t][e], scale) : logit_of(p, x[0][t][e], kLog2e);
+              const float weight = RowWeight{rows.less[r], rows.factors[r]}.of(logit);
+              float distance = fmaf(-2.0f * rows.units[r], y[0][t][e], squares[e / 2] + rows.squares[r]);
+              distance = distance < 0.0f ? 0.0f : distance;  // NaN stays
+              if (weight > kLargeWeight) {
+                const T* const value = reinterpret_cast<const T*>(value_rows.row(own));
+                const float* const out = outs + (head * p.group * p.w + first_row + row + r) * dv;
+                distance = 0.0f;
+#pragma unroll 1
+                for (int c = 0; c < dv; ++c) {
+                  const float difference = to_float(value[c]) - out[c];
+                  distance = fmaf(difference, difference, distance);
+                }
+              }
+              const float gain = weight / (fmaxf(1.0f - weight, 0.0f) + params.epsilon);
+              sums[e / 2] += fmaf(logit, 0.0f, gain * gain * distance);  // NaN if the logit is not finite
+            }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) sums[i] = lanes_sum<4>(sums[i]) * mean;
+      const int slot = key + lane / 4 + lane % 4 * 8;
+      if (lane % 4 < 2 && slot < end) {
+        float& score = scores[unit * p.n + slot];
+        const float sum = lane % 4 ? sums[1] : sums[0];
+        score = row == 0 ? sum : score + sum;
+      }
+    }
+  }
+}
+
+// The maximum over each group: [b, Hq, n] to [b, Hk, n], one thread per score.
+__global__ void __launch_bounds__(kWindowThreads)
+    drop_group_max_kernel(Window p, const float* scores, int64_t all) {
+  const int64_t i = blockIdx.x * int64_t{kWindowThreads} + threadIdx.x;
+  if (i >= all) return;
+  const float* const of_key = scores + i / p.n * p.group * p.n + i % p.n;
+  float score = of_key[0];
+  for (int64_t g = 1; g < p.group; ++g) score = max_nan(score, of_key[g * p.n]);
+  p.scores[i] = score;
+}
+
+struct DropScoresMemory {
+  float* outs;     // [b, Hq, w, dv]
+  float* lse;      // [b, Hq, w]
+  float2* totals;  // [b, Hq, w], each a RowSum
+  float* scores;   // [b, Hq, n] for the maximum over groups, or null
+  char* outputs;   // window_outputs' workspace
+
+  DropScoresMemory(const DropScoresParams& p, Sections& sections) {
+    const Window& w = p.window;
+    const int64_t rows = w.b * w.heads * w.group * w.w;
+    outs = sections.add<float>(rows * p.dv);
+    lse = sections.add<float>(rows);
+    totals = sections.add<float2>(rows);
+    scores = w.group_reduce == Reduce::max ? sections.add<float>(w.b * w.heads * w.group * w.n) : nullptr;
+    outputs = sections.add<char>(window_outputs_workspace(attention(p, *this)));
+  }
+
+  // The attention that the first pass computes.
+  static WindowAttentionParams attention(const DropScoresParams& p, const DropScoresMemory& memory) {
+    WindowAttentionParams x{p.window, p.v, reinterpret_cast<char*>(memory.outs), memory.lse, p.dv};
+    x.window.scores = nullptr;
+    return x;
+  }
+};
+
+inline void drop_scores_cuda(const DropScoresParams& p, void* workspace, cudaStream_t stream) {
+  const Window& w = p.window;
+  Sections sections{workspace};
+  const DropScoresMemory memory(p, sections);
+  const DropPlan plan = DropPlan::of(p);
+  window_outputs(DropScoresMemory::attention(p, memory), memory.totals, memory.outputs, stream);
+  float* const scores = memory.scores ? memory.scores : w.scores;
+  with_key_tile(w, w.k.row_bytes > p.v.row_bytes ? w.k.row_bytes : p.v.row_bytes, [&](auto type, auto pieces) {
+    with_pages<decltype(type)>(w.k, [&](auto paged) {
+      launch<drop_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
+          grid_of(w.b * w.heads * plan.units * plan.splits.count), kWindowThreads, plan.shared_bytes, stream, p, plan,
+          memory.outs, reinterpret_cast<const RowSum*>(memory.totals), scores);
+    });
+  });
+  if (!memory.scores) return;
+  const int64_t all = w.b * w.heads * w.n;
+  launch<drop_group_max_kernel>(grid_of((all + kWindowThreads - 1) / kWindowThreads), kWindowThreads, 0, stream, w,
+                                memory.scores, all);
+}
+
+}  // namespace
+}  // namespace kvops
