@@ -197,6 +197,23 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "window_scores, dot": lambda x: (
         ops.window_scores(x.q, x.k, x.visible[0], scale=0.2, score="dot", reduce="max", group_reduce="none"),
     ),
+    "drop_scores": lambda x: (ops.drop_scores(x.q, x.k, x.v, x.visible),),
+    "drop_scores, padded": lambda x: (
+        ops.drop_scores(
+            x.q,
+            x.k,
+            x.v,
+            x.visible,
+            group_reduce="max",
+            starts=x.starts,
+            softcap=SOFTCAP,
+            sink_logits=x.sink_logits,
+            epsilon=1e-3,
+        ),
+    ),
+    "drop_scores, one row": lambda x: (
+        ops.drop_scores(x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), scale=0.2, group_reduce="none"),
+    ),
     "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
     "window_attention, one row": lambda x: ops.window_attention(
         x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
@@ -402,6 +419,7 @@ def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
             window, lse=ops.window_attention(v=x.v, **window)[1], row_weights=torch.rand(*x.q.shape[:3])
         ),
         "window_attention": dict(window, v=x.v, **tables),
+        "drop_scores": dict(window, v=x.v),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),
         "gather_kv.out": dict(k=x.k, v=x.v, indices=x.indices, k_out=k_out, v_out=v_out),

@@ -5,14 +5,17 @@
 //   |v - o|^2 = |v|^2 - 2 v . o + |o|^2
 //
 // Bytes that must move: K and V twice. window_attention's kernels first compute the rows' totals and their outputs in
-// fp32. drop_scores then multiplies keys with queries and values with outputs, as window.cuh explains: a warp holds 16
+// fp32. Where weights are rounded to 16 bits for the tensor cores, the totals are sums of the rounded weights: v - o is
+// then a mean of differences v - v', whose relative error is that of the weights, even where one key has nearly all of
+// the weight. drop_scores then multiplies keys with queries and values with outputs, as window.cuh explains: a warp holds 16
 // keys and their values in registers, and multiplies them with 16 rows at a time from shared memory. Both products have
 // the same layout, so a lane combines its own numbers, and the sum over rows is added within four lanes at the end.
 //
 // Tensor cores take 16-bit operands, and an output rounded to 16 bits would be too far off: where values are alike,
 // |v - o|^2 is a small difference of large numbers. So an output is two rows, its rounded value and what rounding left,
-// and values take two products. For fp16 a power of two scales both into range. Where one key has a large weight
-// (kLargeWeight), the lane subtracts channel by channel instead; a row has fewer than four such keys.
+// and values take two products. Of bf16 outputs 2^-18 is lost, far less than rounding has taken from bf16 values. For
+// fp16 a power of two scales both rows into range. Where one key has a large weight (kLargeWeight), the lane subtracts
+// channel by channel instead; a row has fewer than four such keys.
 //
 // A tile of 16 keys and 16 rows costs a warp (bf16, d = 128): 48 tensor-core products of 16 x 8 x 16, and for each of
 // the lane's 8 logits one exponential, one division and about ten other operations.
@@ -24,7 +27,7 @@
 #pragma once
 #include "../ops/drop_scores.h"
 #include "reduce.cuh"
-#include "window.cuh"
+#include "window_attention.cuh"
 #include "window_passes.h"
 
 namespace kvops {
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dv = static_cast<int>(params.dv);
   const int first_row = static_cast<int>(unit % plan.units) * plan.size;  // of the KV head's G w rows
   const int key_pieces = static_cast<int>(p.k.row_bytes / 16), value_pieces = static_cast<int>(params.v.row_bytes / 16);
-  const bool whole_keys = key_pieces <= 4 * kPieces, whole_values = value_pieces <= 4 * kPieces;
+  const bool whole_keys = key_pieces <= 4 * kPieces;
   const float scale = p.scale * kLog2e, mean = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
   const HeadRows all_keys = head_rows<kPaged, T>(p.k, b, h), all_values = head_rows<kPaged, T>(params.v, b, h);
 
@@ -256,43 +259,77 @@ __global__ void __launch_bounds__(kWindowThreads)
   p.scores[i] = score;
 }
 
+// How the outputs are computed: window_attention's plan, with 16 rows per warp to have fewer kernels.
+inline AttentionPlan outputs_plan(const WindowAttentionParams& p) {
+  return AttentionPlan::of(p, shared_memory(), kTileRows);
+}
+
 struct DropScoresMemory {
   float* outs;     // [b, Hq, w, dv]
   float* lse;      // [b, Hq, w]
-  float2* totals;  // [b, Hq, w], each a RowSum
+  RowSum* totals;  // [b, Hq, w]
   float* scores;   // [b, Hq, n] for the maximum over groups, or null
-  char* outputs;   // window_outputs' workspace
+  float* parts;    // [b, Hq, w, parts, dv]
+  RowSum* sums;    // [b, Hq, w, parts]
+  char* passes;    // for window_totals
 
   DropScoresMemory(const DropScoresParams& p, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
     outs = sections.add<float>(rows * p.dv);
     lse = sections.add<float>(rows);
-    totals = sections.add<float2>(rows);
+    totals = sections.add<RowSum>(rows);
     scores = w.group_reduce == Reduce::max ? sections.add<float>(w.b * w.heads * w.group * w.n) : nullptr;
-    outputs = sections.add<char>(window_outputs_workspace(attention(p, *this)));
+    const AttentionPlan plan = outputs_plan(attention(p));
+    parts = sections.add<float>(rows * plan.parts * p.dv);
+    sums = sections.add<RowSum>(rows * plan.parts);
+    passes = sections.add<char>(plan.tensor_cores ? 0 : window_totals_workspace(w));
   }
 
-  // The attention that the first pass computes.
-  static WindowAttentionParams attention(const DropScoresParams& p, const DropScoresMemory& memory) {
-    WindowAttentionParams x{p.window, p.v, reinterpret_cast<char*>(memory.outs), memory.lse, p.dv};
+  // The attention whose outputs are needed.
+  WindowAttentionParams attention(const DropScoresParams& p) const {
+    WindowAttentionParams x{p.window, p.v, reinterpret_cast<char*>(outs), lse, p.dv};
     x.window.scores = nullptr;
     return x;
   }
 };
+
+// The rows' outputs in fp32, and their totals.
+inline void outputs_cuda(const WindowAttentionParams& p, const DropScoresMemory& memory, cudaStream_t stream) {
+  const Window& w = p.window;
+  const AttentionPlan plan = outputs_plan(p);
+  const dim3 grid = grid_of(w.b * w.heads * plan.splits.count * plan.row_blocks);
+  const auto run = [&](auto type, auto width) {
+    using T = decltype(type);
+    with_pages<T>(p.v, [&](auto paged) {
+      launch<attention_parts_kernel<T, decltype(width)::value, kTileRows, false, paged, true>>(
+          grid, 32 * plan.warps, plan.shared_bytes, stream, p, plan, memory.parts, memory.sums, nullptr);
+    });
+  };
+  if (plan.tensor_cores) {
+    with_read_dtype(w.stored, [&](auto type) {
+      if constexpr (sizeof(type) < 4)
+        AttentionPlan::tile_width(p) == 128 ? run(type, Constant<128>{}) : run(type, Constant<256>{});
+    });
+  } else {
+    window_totals(w, reinterpret_cast<float2*>(memory.totals), nullptr, memory.passes, stream);
+    plain_attention_parts_cuda(p, plan, memory.totals, memory.parts, memory.sums, stream);
+  }
+  attention_combine_cuda(p, plan, DType::f32, memory.parts, memory.sums, memory.totals, stream);
+}
 
 inline void drop_scores_cuda(const DropScoresParams& p, void* workspace, cudaStream_t stream) {
   const Window& w = p.window;
   Sections sections{workspace};
   const DropScoresMemory memory(p, sections);
   const DropPlan plan = DropPlan::of(p);
-  window_outputs(DropScoresMemory::attention(p, memory), memory.totals, memory.outputs, stream);
+  outputs_cuda(memory.attention(p), memory, stream);
   float* const scores = memory.scores ? memory.scores : w.scores;
   with_key_tile(w, w.k.row_bytes > p.v.row_bytes ? w.k.row_bytes : p.v.row_bytes, [&](auto type, auto pieces) {
     with_pages<decltype(type)>(w.k, [&](auto paged) {
       launch<drop_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
           grid_of(w.b * w.heads * plan.units * plan.splits.count), kWindowThreads, plan.shared_bytes, stream, p, plan,
-          memory.outs, reinterpret_cast<const RowSum*>(memory.totals), scores);
+          memory.outs, memory.totals, scores);
     });
   });
   if (!memory.scores) return;

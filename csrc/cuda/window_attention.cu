@@ -5,49 +5,26 @@
 namespace kvops {
 namespace {
 
-// The workspace of the outputs.
-struct OutputsMemory {
-  float* parts;  // [b, Hq, w, parts, dv]
-  RowSum* sums;  // [b, Hq, w, parts]
-  char* passes;  // for window_scores' passes, one after the other
+// The workspace of a call.
+struct WindowAttentionMemory {
+  float* parts;    // [b, Hq, w, parts, dv]
+  RowSum* sums;    // [b, Hq, w, parts]
+  float2* totals;  // [b, Hq, w], each a RowSum
+  float* logits;   // [b, Hq, n], for one row per query head, from which its scores follow; or null
+  char* passes;    // for window_scores' passes, one after the other
+  char* turned;    // [b, Hk, n, d], keys that are rotated beforehand
+  char* widened;   // [b, Hk, n, dv], the values beside them, if they are fp8
 
-  OutputsMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
+  WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
     const int64_t sums_pass = plan.tensor_cores ? 0 : window_totals_workspace(w),
                   scores = w.scores ? window_scores_pass_workspace(w) : 0;
     parts = sections.add<float>(rows * plan.parts * p.dv);
     sums = sections.add<RowSum>(rows * plan.parts);
-    passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
-  }
-};
-
-// out, of dtype `to`, lse and totals. logits: as in WindowAttentionMemory.
-void outputs(const WindowAttentionParams& p, const AttentionPlan& plan, const OutputsMemory& memory, DType to,
-             float2* totals, float* logits, cudaStream_t stream) {
-  if (plan.tensor_cores) {
-    attention_parts_cuda(p, plan, memory.parts, memory.sums, logits, stream);
-  } else {
-    window_totals(p.window, totals, logits, memory.passes, stream);
-    plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), memory.parts, memory.sums, stream);
-  }
-  attention_combine_cuda(p, plan, to, memory.parts, memory.sums, reinterpret_cast<RowSum*>(totals), stream);
-}
-
-// The workspace of a call.
-struct WindowAttentionMemory {
-  OutputsMemory outputs;
-  float2* totals;  // [b, Hq, w], each a RowSum
-  float* logits;   // [b, Hq, n], for one row per query head, from which its scores follow; or null
-  char* turned;    // [b, Hk, n, d], keys that are rotated beforehand
-  char* widened;   // [b, Hk, n, dv], the values beside them, if they are fp8
-
-  WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections)
-      : outputs(p, plan, sections) {
-    const Window& w = p.window;
-    const int64_t rows = w.b * w.heads * w.group * w.w;
     totals = sections.add<float2>(rows);
     logits = w.w == 1 && w.scores ? sections.add<float>(rows * w.n) : nullptr;
+    passes = sections.add<char>(sums_pass > scores ? sums_pass : scores);
     const int64_t turns_before = w.rope.pairs && !plan.turns ? w.b * w.heads * w.n : 0;
     turned = sections.add<char>(turns_before * w.k.row_bytes);
     widened = sections.add<char>(w.stored == w.dtype ? 0 : turns_before * p.v.row_bytes);
@@ -62,7 +39,7 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
   const cudaStream_t stream = stream_of(call);
   AttentionPlan plan = AttentionPlan::of(p);
   Sections sections{call.workspace(bytes_of<WindowAttentionMemory>(p, plan))};
-  const auto [memory, totals, logits, turned, widened] = WindowAttentionMemory(p, plan, sections);
+  const auto [parts, sums, totals, logits, passes, turned, widened] = WindowAttentionMemory(p, plan, sections);
   if (w.rope.pairs && !plan.turns) {
     const auto dense = [&](char* memory, int64_t row) {
       return KVView{memory, w.heads * w.n * row, w.n * row, row, row};
@@ -81,22 +58,18 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
     w.rope = {};
     plan = AttentionPlan::of(p);
   }
-  outputs(p, plan, memory, w.dtype, totals, logits, stream);
+  if (plan.tensor_cores) {
+    attention_parts_cuda(p, plan, parts, sums, logits, stream);
+  } else {
+    window_totals(w, totals, logits, passes, stream);
+    plain_attention_parts_cuda(p, plan, reinterpret_cast<const RowSum*>(totals), parts, sums, stream);
+  }
+  attention_combine_cuda(p, plan, w.dtype, parts, sums, reinterpret_cast<RowSum*>(totals), stream);
   if (!w.scores) return;
   if (logits)
     window_row_scores(w, logits, totals, stream);
   else
-    window_scores_pass(w, totals, memory.passes, stream);
-}
-
-int64_t window_outputs_workspace(const WindowAttentionParams& p) {
-  return bytes_of<OutputsMemory>(p, AttentionPlan::of(p));
-}
-
-void window_outputs(const WindowAttentionParams& p, float2* totals, void* workspace, cudaStream_t stream) {
-  const AttentionPlan plan = AttentionPlan::of(p);
-  Sections sections{workspace};
-  outputs(p, plan, OutputsMemory(p, plan, sections), DType::f32, totals, nullptr, stream);
+    window_scores_pass(w, totals, passes, stream);
 }
 
 }  // namespace kvops

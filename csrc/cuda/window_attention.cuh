@@ -77,8 +77,8 @@ struct AttentionPlan {
   int parts;  // per row
   int64_t shared_bytes;
 
-  // memory: shared memory that a block may use, in bytes.
-  static AttentionPlan of(const WindowAttentionParams& p, int64_t memory = shared_memory()) {
+  // memory: shared memory that a block may use, in bytes. least_rows: of a warp, 8 or 16.
+  static AttentionPlan of(const WindowAttentionParams& p, int64_t memory = shared_memory(), int least_rows = 8) {
     const Window& w = p.window;
     AttentionPlan x = {};
     x.tensor_cores = w.dtype != DType::f32 && w.d <= kTensorCoreDim && p.dv <= kTensorCoreDim;
@@ -86,7 +86,7 @@ struct AttentionPlan {
     x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
     const int rows = static_cast<int>(w.group * w.w);
-    x.warp_rows = x.tensor_cores && rows <= 8 ? 8 : kTileRows;
+    x.warp_rows = x.tensor_cores && rows <= least_rows ? least_rows : kTileRows;
     const int tiles = (rows + x.warp_rows - 1) / x.warp_rows;
     if (!x.tensor_cores) {
       x.pitch = query_pitch(w.k.row_bytes);
@@ -280,7 +280,10 @@ __device__ inline unsigned pack(float low, float high) {
 
 // The running state of a warp's 8 or 16 rows, which are the columns of its products. Of each half t, lane l has rows
 // 8 t + l % 4 * 2 + i (i = 0, 1): for keys l / 4 and l / 4 + 8 of a group, and for the same two of every 16 channels.
-template <class T, int kWidth, int kRows>
+//
+// kRounded: a row's sum is that of the weights as they are multiplied, rounded to 16 bits. Its output is then an exact
+// mean of values with slightly different weights (drop_scores.cuh).
+template <class T, int kWidth, int kRows, bool kRounded>
 struct RowState {
   static constexpr int kBlocks = kWidth / 32;  // blocks of 64 bytes in a row of queries or keys
   static constexpr int kHalves = kRows / 8;
@@ -401,7 +404,11 @@ struct RowState {
       for (int t = 0; t < kHalves; ++t)
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float low = exp2_fast(x[g][t][2 * e] - most[t][0]), high = exp2_fast(x[g][t][2 * e + 1] - most[t][1]);
+          float low = exp2_fast(x[g][t][2 * e] - most[t][0]), high = exp2_fast(x[g][t][2 * e + 1] - most[t][1]);
+          if constexpr (kRounded) {
+            low = to_float(from_float<Value<T>>(low));
+            high = to_float(from_float<Value<T>>(high));
+          }
           sum[t][0] += low;
           sum[t][1] += high;
           weights[g][t][e] = transpose_matrix(pack<Value<T>>(low, high));
@@ -435,10 +442,10 @@ __device__ inline void add_scaled(float4& x, const float4& y, float weight) {
   x.w = fmaf(y.w, weight, x.w);
 }
 
-template <class T, int kWidth, int kRows, bool kTurns, bool kPaged>
+template <class T, int kWidth, int kRows, bool kTurns, bool kPaged, bool kRounded = false>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
-  using State = RowState<T, kWidth, kRows>;
+  using State = RowState<T, kWidth, kRows, kRounded>;
   const Window& w = p.window;
   const int warps = blockDim.x / 32, row_warps = plan.row_warps, rows = kRows * row_warps;
   DYNAMIC_SHARED(char, ring);  // [stages, warps]: a group of keys, then their values

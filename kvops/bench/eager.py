@@ -67,6 +67,17 @@ def window_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, T
     return out.flatten(1, 2), lse.flatten(1, 2), weights.sum(3).mean(2)
 
 
+def drop_scores(q: Tensor, k: Tensor, v: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """[b, Hq, w, d], [b, Hk, n, d] twice -> [b, Hk, n]."""
+    w, d = q.shape[2:]
+    weights = window_weights(grouped_logits(q * d**-0.5, k), w)
+    values = v.float().unsqueeze(2)
+    outs = weights @ values
+    squares = values.square().sum(-1).unsqueeze(3) + outs.square().sum(-1, keepdim=True)
+    gains = weights / (1 - weights + epsilon)
+    return (gains.square() * (squares - 2 * outs @ values.mT)).sum(3).mean(2)
+
+
 def turned_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`window_attention` with keys cached before RoPE; cos, sin: [n, d // 2]."""
     return window_attention(q, rotate_half(k, cos, sin), v)

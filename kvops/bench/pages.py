@@ -37,7 +37,7 @@ READING = "reading alone"
 OPERATORS = (
     READING,
     *("lag_score", "anchor_cosine", "outlier_degree"),
-    *("window_scores", "window_attention", "window_attention, decode"),
+    *("window_scores", "window_attention", "window_attention, decode", "drop_scores"),
     *(
         "lsh_bucket",
         "build_prototypes",
@@ -126,6 +126,7 @@ def calls(c: Case, k: Tensor, v: Tensor, table: Tensor | None) -> dict[str, Call
         "window_scores": partial(ops.window_scores, last.q, k, last.visible, lse=last.lse, **pages),
         "window_attention": partial(ops.window_attention, last.q, k, v, last.visible, **pages),
         "window_attention, decode": partial(ops.window_attention, one.q, k, v, one.visible, **pages),
+        "drop_scores": partial(ops.drop_scores, last.q, k, v, last.visible, **pages),
         "outlier_degree": partial(ops.outlier_degree, k, **pages),
         "lsh_bucket": partial(ops.lsh_bucket, k, of.sats, *of.hash, **pages),
         "build_prototypes": partial(ops.build_prototypes, k, **anchors, **pages),

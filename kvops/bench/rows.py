@@ -547,6 +547,14 @@ ROWS: dict[str, Row] = {
     "window_scores, no lse": _window_scores(WINDOW, False),
     "window_scores, 8 rows": _window_scores(8, True, copy_goal=0.8),
     "window_attention": _window_attention(WINDOW, lambda c: 2 * size(c.k) + size(c.v), copy_goal=0.5),
+    "drop_scores": Row(
+        forms={"": lambda c: ops.drop_scores(c.window(WINDOW).q, c.k, c.v, c.window(WINDOW).visible)},
+        eager=eager.drop_scores,
+        args=lambda c: (c.window(WINDOW).q, c.k, c.v),
+        bytes=lambda c: 2 * size(c.k, c.v),
+        against="read",
+        touched=lambda c: (c.k, c.v),
+    ),
     "window_attention, decode": _window_attention(
         1, lambda c: size(c.k, c.v), copy_goal=0.8, peer_goals={"flash": 1 / 1.1, "cudnn": 1 / 1.1}
     ),

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, TypedDict, get_args
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from ..ops.api import Reduce, Score
+from ..ops.api import Reduce
 from ..ops.checks import check_choice, check_in_prompt, check_int, check_lse, check_queries
 from ..ops.window import GROUP_REDUCES, Pool, Pooling, causal_limits, outside_prefix, summed_scores
 from .base import BUFFER, BudgetPolicy, Compressed, LayerSpans, Protect, one_shot
 from .budgets import Budget, budget_tokens
 from .view import View
 
+Score = Literal["softmax", "dot", "drop"]
 SCORES: tuple[Score, ...] = get_args(Score)
 
 
@@ -66,7 +67,7 @@ class QueryPolicy(BudgetPolicy):
     protects_window: ClassVar[bool] = False
     #: The smallest possible `window`.
     least_window: ClassVar[int] = 1
-    #: How the rows' scores are reduced to one, and what a row's score is: see `kvops.ops.window_scores`.
+    #: How the rows' scores are reduced to one, as in `kvops.ops.window_scores`, and what they are: see `WindowPolicy`.
     reduce: ClassVar[str] = "sum"
     score = "softmax"
 
@@ -76,6 +77,11 @@ class QueryPolicy(BudgetPolicy):
     def check(self) -> None:
         check_choice(self.name, "score", self.score, SCORES)
         check_choice(self.name, "group_reduce", self.group_reduce, GROUP_REDUCES)
+        if self.score == "drop" and any(rows != "sum" for rows, _ in self.reductions):
+            raise ValueError(
+                f"{self.name}: score='drop' is a sum over the rows, which this policy also reduces in other ways, "
+                "expected 'softmax' or 'dot', got 'drop'"
+            )
         if self.needs.per_slot and len(self.reductions) > 1:
             raise ValueError(
                 f"{self.name}: caches add up the scores of one reduction for needs.per_slot, expected one in "
@@ -179,7 +185,15 @@ class QueryPolicy(BudgetPolicy):
         logits: Mapping[str, Any],
     ) -> Tensor | None:
         """The summed scores of rows with the limits `visible`; see `summed_scores` and `reductions`."""
-        options = {"score": self.score, "starts": view.starts, "block_table": view.block_table, **logits}
+        options = {"starts": view.starts, "block_table": view.block_table, **logits}
+        if self.score != "drop":
+            options["score"] = self.score
+        elif lse is None:
+            options["values"] = view.v
+        else:
+            raise ValueError(
+                f"{self.name}: with score='drop' the operator computes the softmax, expected no lse, got one"
+            )
         parts = [
             summed_scores(q, view.k, visible, lse, prefix, reduce=rows, group_reduce=group, **options)
             for rows, group in self.reductions
@@ -215,7 +229,8 @@ class WindowPolicy(QueryPolicy):
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
     """
 
     protects_window: ClassVar[bool] = True

@@ -37,6 +37,14 @@ class SnapKV(WindowPolicy):
     score   = the highest s among the kernel_size slots centred on j
     ```
 
+    DropKV (score="drop", pooling="avg", or the method "dropkv") scores tokens by how far the outputs move without them:
+
+    ```text
+    o[i]    = sum over j of a[i, j] * v[j]
+    s[j]    = mean over the group's query heads of sum over i of (a / (1 - a))^2 * ||v[j] - o[i]||^2    a = a[i, j]
+    score   = mean of s over the kernel_size slots centred on j
+    ```
+
     The w newest tokens are kept, and the highest scores before them up to the budget. A cache compresses the prompt by
     its last `window` queries. Each chunk of a chunked prefill and each further turn is compressed in the same way,
     together with the tokens kept before. Decode keeps every new token.
@@ -52,7 +60,7 @@ class SnapKV(WindowPolicy):
         pool_first: See `WindowPolicy`.
         score: See `WindowPolicy`.
 
-    Source: SnapKV, Li et al., 2024.
+    Source: SnapKV, Li et al., 2024; DropKV, 2026.
     """
 
     needs = Needs(dense=False, positions=False)

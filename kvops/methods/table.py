@@ -89,6 +89,7 @@ METHODS.update(
         "satkv": Entry("SATKV", SATKV, "prototypes", _PROTOKV),
         "defensivekv": Entry("DefensiveKV", DefensiveKV, "window attention", "DefensiveKV, Feng et al., 2025"),
         "snapkv": Entry("SnapKV", SnapKV, "window attention", "SnapKV, Li et al., 2024"),
+        "dropkv": Entry("DropKV", SnapKV, "window attention", "DropKV, 2026", {"score": "drop", "pooling": "avg"}),
         "pyramidkv": Entry("PyramidKV", PyramidKV, "window attention", "PyramidKV, Cai et al., 2024"),
         "chunkkv": Entry("ChunkKV", ChunkKV, "window attention", "ChunkKV, Liu et al., 2025"),
         "criticalkv": Entry("CriticalKV", CriticalKV, "window attention", "CriticalKV, Feng et al., 2025"),

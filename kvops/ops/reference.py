@@ -282,7 +282,9 @@ def drop_scores(
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
     outs = weights @ values
     gains = weights / ((1 - weights).clamp(min=0) + epsilon)
-    distances = torch.cdist(outs, values.expand(-1, -1, outs.shape[2], -1, -1), compute_mode="donot_use_mm_for_euclid_dist")
+    distances = torch.cdist(
+        outs, values.expand(-1, -1, outs.shape[2], -1, -1), compute_mode="donot_use_mm_for_euclid_dist"
+    )
     return window_reduce((gains * distances).square(), seen, logits.isfinite(), "sum", group_reduce)
 
 

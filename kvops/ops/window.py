@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, pad
 
-from .api import MAX_WINDOW, Reduce, Score, window_scores
+from .api import MAX_WINDOW, Reduce, Score, drop_scores, window_scores
 from .checks import check_bool, check_choice, check_int
 
 Pool = Literal["max", "avg"]
@@ -62,14 +62,20 @@ def summed_scores(
     lse: Tensor | None,
     prefix: int | Tensor | None = None,
     row_weights: Tensor | None = None,
+    values: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
     """Computes `ops.window_scores` of any number of rows, in blocks of 256 reduced in order; None for no rows.
 
+    With `values` it computes `ops.drop_scores`, whose rows are summed and have neither an lse nor weights.
+
     prefix: int or int32 [b]. If given, every row that counts (visible > 0) sees all keys before it, and the caller
     ignores the scores of the other keys.
     """
-    if prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
+    if values is not None:
+        reduce = options.pop("reduce", "sum")
+        assert reduce == "sum" and lse is None and row_weights is None
+    elif prefix is not None and q.shape[2] and lse is None and _linear(q, k, **options):
         return _linear_scores(q, k, visible, prefix, **options)
     reduce = options.get("reduce") if q.shape[2] > MAX_WINDOW else None
     total, most = None, reduce == "max"
@@ -80,7 +86,10 @@ def summed_scores(
         block_lse = None if lse is None else lse[:, :, rows]
         weights = None if row_weights is None else row_weights[:, :, rows]
         limits = visible[..., rows].contiguous()
-        block = window_scores(q[:, :, rows], k, limits, lse=block_lse, row_weights=weights, **options)
+        if values is None:
+            block = window_scores(q[:, :, rows], k, limits, lse=block_lse, row_weights=weights, **options)
+        else:
+            block = drop_scores(q[:, :, rows], k, values, limits, **options)
         if most:  # keys that no row of the block sees have no score in it
             unseen = torch.arange(block.shape[2], device=k.device) >= visible[..., rows].amax(-1).view(-1, 1, 1)
             block = block.masked_fill(unseen, -torch.inf)

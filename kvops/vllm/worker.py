@@ -208,7 +208,7 @@ class EvictingImpl(AttentionImpl):
     def _logits(self, rule: Policy) -> dict[str, Any]:
         """Return how the attention turns q . k into logits, so that the rule's scores use the same logits."""
         logits: dict[str, Any] = {"scale": self.scale, "softcap": float(self.logits_soft_cap)}
-        if self.sinks is not None and isinstance(rule, QueryPolicy) and rule.score == "softmax":
+        if self.sinks is not None and isinstance(rule, QueryPolicy) and rule.score != "dot":
             logits["sink_logits"] = self.sinks.detach().float()
         return logits
 

@@ -33,6 +33,7 @@ POLICIES = [
     kvops.SnapKV(0.4, 4),
     kvops.SnapKV(20, 4, pool_first=True, sinks=2),
     kvops.SnapKV(20, 4, score="dot"),
+    kvops.SnapKV(20, 4, score="drop"),
     kvops.CriticalKV(20, 4, w_o=torch.eye(DV).repeat(1, HEADS * GROUP)),
     kvops.DefensiveKV(20, 4, w_o=torch.eye(DV).repeat(1, HEADS * GROUP), pool_first=True),
     kvops.ExpectedAttention(20, statistics=kit.query_statistics(1, HEADS * GROUP, D), buffer=3),

@@ -214,6 +214,7 @@ SHARED = [
     kvops.LagKV(5, 0.4, sinks=2),
     kvops.Random(12, seed=3, buffer=4),
     kvops.SnapKV(12, window=4),
+    kvops.SnapKV(12, window=4, score="drop", pooling="avg"),
     kvops.CriticalKV(12, window=4, w_o=W_O),
     kvops.DefensiveKV(12, window=4, w_o=W_O),
     kvops.RKV(12, window=4, buffer=6),
@@ -225,6 +226,7 @@ SHARED = [
 BY_HEAD = [
     kvops.KeyDiff(12, sinks=2, head_mode="adaptive", buffer=None),
     kvops.SnapKV(12, window=4, head_mode="adaptive"),
+    kvops.SnapKV(12, window=4, head_mode="adaptive", score="drop"),
     kvops.CriticalKV(12, window=4, w_o=W_O, head_mode="adaptive"),
     kvops.PyramidKV(12, window=4),
     kvops.DefensiveKV(12, window=4, w_o=W_O, head_mode="adaptive"),

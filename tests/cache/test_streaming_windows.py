@@ -163,6 +163,7 @@ SHARED = dict(head_mode="shared", pooling="avg")
 WINDOWS = {
     "SnapKV": (kvops.SnapKV(12, 4), kvops.snapkv_compress, {}),
     "SnapKV shared": (kvops.SnapKV(0.4, 4, **SHARED), kvops.snapkv_compress, SHARED),
+    "DropKV": (kvops.SnapKV(12, 4, score="drop"), kvops.snapkv_compress, dict(score="drop")),
     "ChunkKV": (kvops.ChunkKV(12, 4, chunk=5), kvops.chunkkv_compress, dict(chunk=5)),
     "DefensiveKV": (kvops.DefensiveKV(12, 4, w_o=W_O), kvops.defensivekv_compress, dict(w_o=W_O)),
     "PyramidKV": (kvops.PyramidKV(12, 4), kvops.pyramidkv_compress, dict(layer=1, num_layers=3)),

@@ -180,6 +180,7 @@ POLICIES = [
     ("l2:budget=256,skip_layers=()", kvops.L2(256, skip_layers=())),
     ("satkv:budget=256,buffer=32", kvops.SATKV(256, buffer=32)),
     ("snapkv:budget=100,window=48", kvops.SnapKV(100, 48)),  # a window longer than a block
+    ("dropkv:budget=100,window=8", kvops.SnapKV(100, 8, score="drop", pooling="avg")),
     ("chunkkv:budget=256", kvops.ChunkKV(256)),
     ("criticalkv:budget=100,window=8", kvops.CriticalKV(100, window=8)),  # its weights are those of the model
     ("defensivekv:budget=100,window=8", kvops.DefensiveKV(100, window=8)),

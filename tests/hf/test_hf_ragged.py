@@ -19,6 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GREEDY = dict(max_new_tokens=10, do_sample=False, pad_token_id=0)
 POLICIES = {
     "snapkv": kvops.SnapKV(16, window=4),
+    "dropkv": kvops.SnapKV(16, window=4, score="drop"),
     "criticalkv": kvops.CriticalKV(16, window=4),
     "defensivekv": kvops.DefensiveKV(16, window=4, stages=False),
     "keydiff": kvops.KeyDiff(16, sinks=2, recent=2, buffer=3),

@@ -306,7 +306,7 @@ def changed(policy, name):
     else:
         other = value / 2 if isinstance(value, float) else (value or 0) + 1
     if name == "score":
-        other = {"std": "l2", "softmax": "dot"}.get(value, "softmax" if value == "dot" else "std")
+        other = {"std": "l2", "softmax": "dot", "dot": "softmax", "drop": "dot"}.get(value, "std")
     elif other == value:
         other = {"shared": "per_head", "self": "lag", "official": "paper", "avg": "max"}[value]
     return replace(policy, **{name: other})

@@ -156,6 +156,58 @@ def test_a_kernel_that_is_wider_than_the_keys(pooling):
     assert torch.equal(wide, wider) and torch.equal(wide, widest)
 
 
+@examples
+@given(
+    n=st.integers(0, 50).map(lambda x: 60 - x),
+    w=st.integers(1, 10),
+    budget=st.integers(10, 70),
+    dtype=st.sampled_from(kit.DTYPES),
+    group=st.sampled_from([3, 1]),
+    sink=st.booleans(),
+    seed=st.integers(0, 99),
+    pool=st.fixed_dictionaries(pool_options),
+    logit=st.fixed_dictionaries({x: logit_options[x] for x in ("scale", "softcap")}),
+)
+def test_dropkv_is_its_formula(n, w, budget, dtype, group, sink, seed, pool, logit):
+    q, k, v = make(seed, n=n, w=w, dtype=dtype, group=group)
+    sinks = kit.randn(q.shape[1], seed=seed) * 3 if sink else None
+    result = kvops.snapkv_compress(k, v, q, budget, score="drop", **pool, **logit, sink_logits=sinks)
+    assert_moved(result, k, v)
+    for b in range(2):
+        for h, (qs, ks) in enumerate(heads_of(q, k, b)):
+            a = weights(
+                qs, ks, causal(n, w), sink=sinks if sinks is None else fp64(sinks[h * group : (h + 1) * group]), **logit
+            )
+            values = fp64(v[b, h])
+            out = a @ values
+            drops = (a / (1 - a + 1e-6)) ** 2 * ((values - out[:, :, None]) ** 2).sum(-1)
+            scores = window_score(drops, w, **pool)
+            assert_kept(result.indices[b, h], scores, w, budget, tolerance=2e-2 if q.is_cuda or kit.SIMULATED else 1e-4)
+
+
+def test_dropkv_as_kvpress_computes_it():
+    """The published formula in plain fp64, with the terms expanded; here the window's own scores do not count."""
+    n, w, budget = 300, 32, 90
+    q, k, v = make(n=n, w=w, d=64)
+    keys, values = (x.double().repeat_interleave(3, 1) for x in (k, v))
+    logits = q.double() @ keys.mT / 8 + torch.full((w, n), -torch.inf, dtype=torch.float64).triu(n - w + 1)
+    a = logits.softmax(-1)
+    out = a @ values
+    gain = (a / (1 - a + 1e-6)).square()
+    terms = gain.sum(2) * values.square().sum(-1) - 2 * (values * (gain.mT @ out)).sum(-1)
+    s = terms + (gain * out.square().sum(-1, keepdim=True)).sum(2)
+    s = avg_pool1d(s.unflatten(1, (2, 3)).mean(2)[..., : n - w], 7, stride=1, padding=3)
+    best = s.topk(budget - w, -1).indices.sort(-1).values
+    want = torch.cat((best, torch.arange(n - w, n).expand(2, 2, -1)), -1)
+    policy = kvops.policy("dropkv", budget=budget)
+    assert policy == kvops.SnapKV(budget, score="drop", pooling="avg")
+    assert torch.equal(policy.compress(k, v, q).indices, want)
+    with kit.refuses("SnapKV: with score='drop'", "expected no lse"):
+        policy.compress(k, v, q, lse=torch.zeros(2, 6, w))
+    with kit.refuses("DefensiveKV: score='drop' is a sum over the rows", "got 'drop'"):
+        kvops.DefensiveKV(budget, score="drop", stages=False)
+
+
 def test_snapkv_as_it_was_released():
     """The released code works per query head: expanded keys, sum over rows, max-pooling. Here a group has one head."""
     n, w, budget = 300, 32, 70

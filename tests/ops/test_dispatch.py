@@ -350,6 +350,7 @@ META = [
     (lambda k, s, i: ops.anchor_cosine(k[0]), "anchor_cosine: k must be"),
     (lambda k, s, i: ops.window_scores(k[0], k, i), r"window_scores: q must be \[batch, query heads, rows"),
     (lambda k, s, i: ops.window_attention(k, k, k[0], i), "window_attention: v must be"),
+    (lambda k, s, i: ops.drop_scores(k, k, k[0], i), "drop_scores: v must be"),
     (lambda k, s, i: ops.select_topk(s[0], k=4), r"select_topk: scores must be \[batch, heads, tokens\] or"),
     (lambda k, s, i: ops.select_topk(s, k=-4), "select_topk: k must be at least 0, got -4"),
     (lambda k, s, i: ops.select_topk(k, k=4), "select_topk: seq_len must be given with scores of 4 dims"),

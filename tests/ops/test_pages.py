@@ -297,6 +297,7 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
     options = dict(zip(("cos", "sin"), tables))
     out, lse, scores = ops.window_attention(q, k, v, visible, block_table=table, **options)
     again = ops.window_scores(q, k, visible, block_table=table)
+    drops = ops.drop_scores(q, k, v, visible, block_table=table)
     for i, (length, own) in enumerate(zip(batch.lengths, batch.alone())):
         if not length:
             assert (lse[i] == -torch.inf).all() and (out[i] == 0).all() and (scores[i] == 0).all()
@@ -306,7 +307,8 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
         expected = ops.window_attention(q[one], *own, visible[i], **mine)
         assert kit.same((out[one], lse[one], scores[one, :, :length]), expected)
         assert kit.same(again[one, :, :length], ops.window_scores(q[one], own[0], visible[i]))
-        assert (scores[i, :, length:] == 0).all() and (again[i, :, length:] == 0).all()
+        assert kit.same(drops[one, :, :length], ops.drop_scores(q[one], *own, visible[i]))
+        assert all((x[i, :, length:] == 0).all() for x in (scores, again, drops))
 
 
 @given(batches(), st.data())
@@ -345,6 +347,7 @@ POLICIES = [
     kvops.SnapKV(20, window=5),
     kvops.SnapKV(0.4, window=3, kernel_size=3, pool_first=True, pooling="avg"),
     kvops.SnapKV(20, window=5, score="dot"),
+    kvops.SnapKV(20, window=5, score="drop", pooling="avg"),
     kvops.DefensiveKV(20, window=5, w_o=torch.ones(6, 4 * 16).cumsum(0).cumsum(1)),
     kvops.DefensiveKV(20, window=5, stages=False, head_mode="adaptive"),
     kvops.CriticalKV(20, window=5, w_o=torch.ones(6, 4 * 16).cumsum(0).cumsum(1)),
