@@ -27,7 +27,7 @@
 #pragma once
 #include "../ops/drop_scores.h"
 #include "reduce.cuh"
-#include "window_attention.cuh"
+#include "window.cuh"
 #include "window_passes.h"
 
 namespace kvops {
@@ -259,31 +259,21 @@ __global__ void __launch_bounds__(kWindowThreads)
   p.scores[i] = score;
 }
 
-// How the outputs are computed: window_attention's plan, with 16 rows per warp to have fewer kernels.
-inline AttentionPlan outputs_plan(const WindowAttentionParams& p) {
-  return AttentionPlan::of(p, shared_memory(), kTileRows);
-}
-
 struct DropScoresMemory {
   float* outs;     // [b, Hq, w, dv]
   float* lse;      // [b, Hq, w]
-  RowSum* totals;  // [b, Hq, w]
+  float2* totals;  // [b, Hq, w], each a RowSum
   float* scores;   // [b, Hq, n] for the maximum over groups, or null
-  float* parts;    // [b, Hq, w, parts, dv]
-  RowSum* sums;    // [b, Hq, w, parts]
-  char* passes;    // for window_totals
+  char* outputs;   // window_outputs' workspace
 
   DropScoresMemory(const DropScoresParams& p, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
     outs = sections.add<float>(rows * p.dv);
     lse = sections.add<float>(rows);
-    totals = sections.add<RowSum>(rows);
+    totals = sections.add<float2>(rows);
     scores = w.group_reduce == Reduce::max ? sections.add<float>(w.b * w.heads * w.group * w.n) : nullptr;
-    const AttentionPlan plan = outputs_plan(attention(p));
-    parts = sections.add<float>(rows * plan.parts * p.dv);
-    sums = sections.add<RowSum>(rows * plan.parts);
-    passes = sections.add<char>(plan.tensor_cores ? 0 : window_totals_workspace(w));
+    outputs = sections.add<char>(window_outputs_workspace(attention(p)));
   }
 
   // The attention whose outputs are needed.
@@ -294,42 +284,18 @@ struct DropScoresMemory {
   }
 };
 
-// The rows' outputs in fp32, and their totals.
-inline void outputs_cuda(const WindowAttentionParams& p, const DropScoresMemory& memory, cudaStream_t stream) {
-  const Window& w = p.window;
-  const AttentionPlan plan = outputs_plan(p);
-  const dim3 grid = grid_of(w.b * w.heads * plan.splits.count * plan.row_blocks);
-  const auto run = [&](auto type, auto width) {
-    using T = decltype(type);
-    with_pages<T>(p.v, [&](auto paged) {
-      launch<attention_parts_kernel<T, decltype(width)::value, kTileRows, false, paged, true>>(
-          grid, 32 * plan.warps, plan.shared_bytes, stream, p, plan, memory.parts, memory.sums, nullptr);
-    });
-  };
-  if (plan.tensor_cores) {
-    with_read_dtype(w.stored, [&](auto type) {
-      if constexpr (sizeof(type) < 4)
-        AttentionPlan::tile_width(p) == 128 ? run(type, Constant<128>{}) : run(type, Constant<256>{});
-    });
-  } else {
-    window_totals(w, reinterpret_cast<float2*>(memory.totals), nullptr, memory.passes, stream);
-    plain_attention_parts_cuda(p, plan, memory.totals, memory.parts, memory.sums, stream);
-  }
-  attention_combine_cuda(p, plan, DType::f32, memory.parts, memory.sums, memory.totals, stream);
-}
-
 inline void drop_scores_cuda(const DropScoresParams& p, void* workspace, cudaStream_t stream) {
   const Window& w = p.window;
   Sections sections{workspace};
   const DropScoresMemory memory(p, sections);
   const DropPlan plan = DropPlan::of(p);
-  outputs_cuda(memory.attention(p), memory, stream);
+  window_outputs(memory.attention(p), memory.totals, memory.outputs, stream);
   float* const scores = memory.scores ? memory.scores : w.scores;
   with_key_tile(w, w.k.row_bytes > p.v.row_bytes ? w.k.row_bytes : p.v.row_bytes, [&](auto type, auto pieces) {
     with_pages<decltype(type)>(w.k, [&](auto paged) {
       launch<drop_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
           grid_of(w.b * w.heads * plan.units * plan.splits.count), kWindowThreads, plan.shared_bytes, stream, p, plan,
-          memory.outs, memory.totals, scores);
+          memory.outs, reinterpret_cast<const RowSum*>(memory.totals), scores);
     });
   });
   if (!memory.scores) return;

@@ -31,6 +31,24 @@ struct WindowAttentionMemory {
   }
 };
 
+// The workspace of the outputs alone.
+struct OutputsMemory {
+  float* parts;  // [b, Hq, w, parts, dv]
+  RowSum* sums;  // [b, Hq, w, parts]
+  char* totals;  // for window_totals
+
+  OutputsMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
+    const int64_t rows = p.window.b * p.window.heads * p.window.group * p.window.w;
+    parts = sections.add<float>(rows * plan.parts * p.dv);
+    sums = sections.add<RowSum>(rows * plan.parts);
+    totals = sections.add<char>(plan.tensor_cores ? 0 : window_totals_workspace(p.window));
+  }
+
+  static AttentionPlan plan(const WindowAttentionParams& p) {
+    return AttentionPlan::of(p, shared_memory(), kTileRows);
+  }
+};
+
 }  // namespace
 
 void launch_window_attention(const WindowAttentionParams& given, Call& call) {
@@ -70,6 +88,24 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
     window_row_scores(w, logits, totals, stream);
   else
     window_scores_pass(w, totals, passes, stream);
+}
+
+int64_t window_outputs_workspace(const WindowAttentionParams& p) {
+  return bytes_of<OutputsMemory>(p, OutputsMemory::plan(p));
+}
+
+void window_outputs(const WindowAttentionParams& p, float2* totals, void* workspace, cudaStream_t stream) {
+  const AttentionPlan plan = OutputsMemory::plan(p);
+  Sections sections{workspace};
+  const OutputsMemory memory(p, plan, sections);
+  RowSum* const of_rows = reinterpret_cast<RowSum*>(totals);
+  if (plan.tensor_cores) {
+    rounded_parts_cuda(p, plan, memory.parts, memory.sums, stream);
+  } else {
+    window_totals(p.window, totals, nullptr, memory.totals, stream);
+    plain_attention_parts_cuda(p, plan, of_rows, memory.parts, memory.sums, stream);
+  }
+  attention_combine_cuda(p, plan, DType::f32, memory.parts, memory.sums, of_rows, stream);
 }
 
 }  // namespace kvops

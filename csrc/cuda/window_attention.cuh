@@ -794,6 +794,23 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
   });
 }
 
+// The same with sums of rounded weights, by a plan of 16 rows per warp, to have fewer kernels.
+inline void rounded_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
+                               cudaStream_t stream) {
+  const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks);
+  const auto run = [&](auto type, auto width) {
+    using T = decltype(type);
+    with_pages<T>(p.v, [&](auto paged) {
+      launch<attention_parts_kernel<T, decltype(width)::value, kTileRows, false, paged, true>>(
+          grid, 32 * plan.warps, plan.shared_bytes, stream, p, plan, parts, sums, nullptr);
+    });
+  };
+  with_read_dtype(p.window.stored, [&](auto type) {
+    if constexpr (sizeof(type) < 4)
+      AttentionPlan::tile_width(p) == 128 ? run(type, Constant<128>{}) : run(type, Constant<256>{});
+  });
+}
+
 // The same for every dtype and width. totals: [b, Hq, w].
 inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const RowSum* totals,
                                        float* parts, RowSum* sums, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// The passes of window_scores.cu, which window_attention.cu uses too. They need nothing but the shapes and pointers in
-// Window. Workspace sizes are in bytes.
+// The passes of window_scores.cu, which window_attention.cu uses too, and that of window_attention.cu, which
+// drop_scores.cu uses. They need nothing but the shapes and pointers in their parameters. Workspace sizes are in bytes.
 #pragma once
-#include "../ops/window.h"
+#include "../ops/window_attention.h"
 #include "device.cuh"
 
 namespace kvops {
@@ -17,5 +17,10 @@ void window_scores_pass(const Window& p, const float2* totals, void* workspace, 
 
 // The scores of one row per query head, from such logits.
 void window_row_scores(const Window& p, const float* logits, const float2* totals, cudaStream_t stream);
+
+// The outputs, in fp32 at p.out, the lse and the totals: reads K and V once. Without RoPE. Where weights are rounded to 16
+// bits for the tensor cores, the totals are the sums of the rounded weights.
+int64_t window_outputs_workspace(const WindowAttentionParams& p);
+void window_outputs(const WindowAttentionParams& p, float2* totals, void* workspace, cudaStream_t stream);
 
 }  // namespace kvops

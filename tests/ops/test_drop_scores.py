@@ -220,9 +220,7 @@ def test_padded_rows_are_as_if_alone(w):
     for row, s in enumerate(starts):
         one = slice(row, row + 1)
         alone = ops.drop_scores(q[one], k[one, :, s:], v[one, :, s:], visible - s)
-        if not (kit.SIMULATED or q.is_cuda):
-            assert kit.same(scores[one, :, s:].contiguous(), alone)
-        torch.testing.assert_close(scores[one, :, s:], alone, rtol=1e-4, atol=1e-9)
+        assert kit.same(scores[one, :, s:].contiguous(), alone)
         assert (scores[row, :, :s] == 0).all()
 
 
