@@ -75,7 +75,7 @@ def chunkkv_compress(
     kernel_size: int = 1,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     chunk: int = 20,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -108,7 +108,8 @@ def chunkkv_compress(
         kernel_size: The slots over which scores are pooled; odd. The default, 1, does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
         chunk: Tokens per chunk.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
@@ -137,7 +138,7 @@ def chunkkv_compress_(
     kernel_size: int = 1,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     chunk: int = 20,
     **call: Unpack[QueryCall],
 ) -> Compressed:
@@ -160,7 +161,7 @@ def criticalkv_compress(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     w_o: Tensor | Sequence[Tensor] | None = None,
     first_stage_ratio: float = 0.5,
     epsilon: float = 0.0001,
@@ -207,7 +208,8 @@ def criticalkv_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
         w_o: [hidden, Hq * dv], the weights of the output projection as torch.nn.Linear stores them; or a list of them,
             one for each layer that evicts, in which case one-shot calls need `layer`. They are converted to v's dtype
             if they have another.
@@ -242,7 +244,7 @@ def criticalkv_compress_(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     w_o: Tensor | Sequence[Tensor] | None = None,
     first_stage_ratio: float = 0.5,
     epsilon: float = 0.0001,
@@ -267,7 +269,7 @@ def defensivekv_compress(
     kernel_size: int = 5,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     prior: float = 1.0,
     stages: bool = True,
     first_stage_mass: float = 0.9,
@@ -323,7 +325,8 @@ def defensivekv_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves. "dot" needs `stages=False`.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too. "dot" needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
         stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
         first_stage_mass: The part of the attention, in [0, 1], that the window, the sinks and the first stage are to
@@ -356,7 +359,7 @@ def defensivekv_compress_(
     kernel_size: int = 5,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     prior: float = 1.0,
     stages: bool = True,
     first_stage_mass: float = 0.9,
@@ -1168,7 +1171,7 @@ def laq_compress(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     steps: int = 8,
     template: tuple[int, ...] = (),
     stage1: Policy | str = "snapkv",
@@ -1220,7 +1223,8 @@ def laq_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
         steps: The intended number of tokens in the draft.
         template: Token ids of a fixed text that `kvops.hf` reads in place of a draft, such as those of "The answer is"
             (App. B); () drafts `steps` tokens.
@@ -1260,7 +1264,7 @@ def laq_compress_(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     steps: int = 8,
     template: tuple[int, ...] = (),
     stage1: Policy | str = "snapkv",
@@ -1292,7 +1296,7 @@ def protokv_compress(
     seed: int = 0,
     hash_bits: int = 2,
     clusters: Literal["prototypes", "chunks", "lsh"] = "prototypes",
-    score: Literal["softmax", "dot"] = "dot",
+    score: Literal["softmax", "dot", "drop"] = "dot",
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
     buffer: int | float | None = 128,
@@ -1348,7 +1352,7 @@ def protokv_compress(
         clusters: "prototypes", or an ablation with the same number of clusters. "chunks": all prototypes are chunks,
             without anchors. "lsh": no prototypes; a cluster is a bucket, with enough bits, modulo the number of
             clusters.
-        score: "dot", or "softmax" as in `SnapKV`.
+        score: "dot", or "softmax" or "drop" as in `SnapKV`.
         cluster_reduce: "mean" (Algorithm 1) or "sum" (Eq. 11).
         whole_clusters: Never cut a cluster (Eq. 2; one-shot calls only). Fewer tokens than the budget may be kept.
         buffer: In decode the cache evicts down to the budget once it holds this many tokens more: an int, or a fraction
@@ -1390,7 +1394,7 @@ def protokv_compress_(
     seed: int = 0,
     hash_bits: int = 2,
     clusters: Literal["prototypes", "chunks", "lsh"] = "prototypes",
-    score: Literal["softmax", "dot"] = "dot",
+    score: Literal["softmax", "dot", "drop"] = "dot",
     cluster_reduce: Literal["mean", "sum"] = "mean",
     whole_clusters: bool = False,
     buffer: int | float | None = 128,
@@ -1417,7 +1421,7 @@ def pyramidkv_compress(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """PyramidKV: `SnapKV` with a budget of its own for each layer, larger in early layers (`pyramidkv_budgets`).
@@ -1447,7 +1451,8 @@ def pyramidkv_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 
@@ -1475,7 +1480,7 @@ def pyramidkv_compress_(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """`pyramidkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
@@ -1757,7 +1762,7 @@ def snapkv_compress(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """SnapKV: keeps the tokens to which the prompt's last queries attend, per head.
@@ -1768,6 +1773,14 @@ def snapkv_compress(
     a[i, j] = softmax over j of scale * q_i . k_j      the last w queries, each over the keys up to its own
     s[j]    = mean over the group's query heads of sum over i of a[i, j]        for j < n - w
     score   = the highest s among the kernel_size slots centred on j
+    ```
+
+    DropKV (score="drop", pooling="avg", or the method "dropkv") scores tokens by how far the outputs move without them:
+
+    ```text
+    o[i]    = sum over j of a[i, j] * v[j]
+    s[j]    = mean over the group's query heads of sum over i of (a / (1 - a))^2 * ||v[j] - o[i]||^2    a = a[i, j]
+    score   = mean of s over the kernel_size slots centred on j
     ```
 
     The w newest tokens are kept, and the highest scores before them up to the budget. A cache compresses the prompt by
@@ -1798,7 +1811,8 @@ def snapkv_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax", or "dot": the sum of the logits themselves.
+        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
+            token is dropped (`kvops.ops.drop_scores`), which needs the values too.
         **call: lse, scale, softcap, sink_logits, starts, lengths, fill_invalid, out, block_table, layout, layer,
             num_layers; see `QueryCall`, `LayerSpans` and `Spans`.
 
@@ -1809,7 +1823,7 @@ def snapkv_compress(
         TypeError: An argument has the wrong type. Nothing has been written.
         ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
 
-    Source: SnapKV, Li et al., 2024.
+    Source: SnapKV, Li et al., 2024; DropKV, 2026.
     """
 
 def snapkv_compress_(
@@ -1826,7 +1840,7 @@ def snapkv_compress_(
     kernel_size: int = 7,
     pooling: Literal["max", "avg"] = "max",
     pool_first: bool = False,
-    score: Literal["softmax", "dot"] = "softmax",
+    score: Literal["softmax", "dot", "drop"] = "softmax",
     **call: Unpack[QueryCall],
 ) -> Compressed:
     """`snapkv_compress` in place: moves the kept slots to the front of k and v, and returns views of them.

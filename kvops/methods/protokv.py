@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..ops.api import (
-    Score,
     assign_prototypes,
     build_prototypes,
     cluster_mean,
@@ -33,7 +32,7 @@ from ..ops.checks import MAX_INT, check_bool, check_choice, check_int, check_row
 from ..ops.window import outside_prefix, prefix_lengths
 from .base import BudgetPolicy, Needs, Policy, Protect
 from .budgets import Budget, row_budgets
-from .queries import QueryPolicy
+from .queries import QueryPolicy, Score
 from .random_numbers import random_integers
 from .select import places, select_budget, shared_scores
 from .view import View
@@ -89,7 +88,7 @@ class ProtoKV(QueryPolicy):
         clusters: "prototypes", or an ablation with the same number of clusters. "chunks": all prototypes are chunks,
             without anchors. "lsh": no prototypes; a cluster is a bucket, with enough bits, modulo the number of
             clusters.
-        score: "dot", or "softmax" as in `SnapKV`.
+        score: "dot", or "softmax" or "drop" as in `SnapKV`.
         cluster_reduce: "mean" (Algorithm 1) or "sum" (Eq. 11).
         whole_clusters: Never cut a cluster (Eq. 2; one-shot calls only). Fewer tokens than the budget may be kept.
         head_mode: "per_head", or "shared": all heads keep the same tokens, ranked by the mean over heads of their

@@ -580,7 +580,7 @@ def test_wrong_arguments(compress):
         (dict(group_reduce="none"), "group_reduce must be one of 'mean', 'max', 'sum', got 'none'"),
         (dict(lse=torch.zeros(2, 6, 7)), r"lse must be torch.float32 \[2, 6, 8\], .* got torch.float32 \[2, 6, 7\]"),
         (dict(lse=torch.zeros(2, 6, 8).half()), r"lse must be torch.float32 .* got torch.float16"),
-        (dict(score="cosine"), "score must be one of 'softmax', 'dot', got 'cosine'"),
+        (dict(score="cosine"), "score must be one of 'softmax', 'dot', 'drop', got 'cosine'"),
     ]:
         with kit.refuses(f"{compress}: {message}"):
             call(**{**good, **change})
