@@ -6,8 +6,9 @@
 // Bytes that must move: K and V twice. The first pass is window_attention's: it leaves the softmax statistics, and the
 // outputs o in fp32, transposed, which is how `products` takes rows. So the second pass multiplies a block's keys with
 // the queries and its values with the outputs, in the same register blocks, and combines both products while they are
-// in registers. Rounding o to 2 bytes would not do: where one key has nearly all the weight, v - o is a small difference
-// that a / (1 - a) multiplies by a large number. For the same reason it is taken channel by channel for large weights.
+// in registers. Rounding o to 2 bytes would not do: where one key has nearly all the weight, v - o is a small
+// difference that a / (1 - a) multiplies by a large number. For the same reason it is taken channel by channel for
+// large weights.
 //
 // Work is split over (batch, head) and over splits of at least 3072 keys, whose size depends on n alone.
 #include "../ops/drop_scores.h"

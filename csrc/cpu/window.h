@@ -1,5 +1,5 @@
-// The parts that window_scores, window_attention and drop_scores share on the CPU: the logits of a block of keys against all rows of
-// a KV head, the softmax statistics, and the scores.
+// The parts that window_scores, window_attention and drop_scores share on the CPU: the logits of a block of keys
+// against all rows of a KV head, the softmax statistics, and the scores.
 //
 // The rows of a KV head (its group's query heads x w) are packed once, and K is read in place (products.h): 128
 // rows (w 32, G 4) read K once. For bf16, pairs of channels use the CPU's bf16 dot products if it has them (level

@@ -1,5 +1,5 @@
-// The first pass over V on the CPU, which window_attention and drop_scores share: sums of V rows, weighted by the running
-// softmax.
+// The first pass over V on the CPU, which window_attention and drop_scores share: sums of V rows, weighted by the
+// running softmax.
 #pragma once
 #include "window.h"
 

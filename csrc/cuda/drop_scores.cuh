@@ -7,9 +7,11 @@
 // Bytes that must move: K and V twice. window_attention's kernels first compute the rows' totals and their outputs in
 // fp32. Where weights are rounded to 16 bits for the tensor cores, the totals are sums of the rounded weights: v - o is
 // then a mean of differences v - v', whose relative error is that of the weights, even where one key has nearly all of
-// the weight. drop_scores then multiplies keys with queries and values with outputs, as window.cuh explains: a warp holds 16
-// keys and their values in registers, and multiplies them with 16 rows at a time from shared memory. Both products have
-// the same layout, so a lane combines its own numbers, and the sum over rows is added within four lanes at the end.
+// the weight.
+//
+// drop_scores then multiplies keys with queries and values with outputs, as window.cuh explains: a warp holds 16 keys
+// and their values in registers, and multiplies them with 16 rows at a time from shared memory. Both products have the
+// same layout, so a lane combines its own numbers, and the sum over rows is added within four lanes at the end.
 //
 // Tensor cores take 16-bit operands, and an output rounded to 16 bits would be too far off: where values are alike,
 // |v - o|^2 is a small difference of large numbers. So an output is two rows, its rounded value and what rounding left,
@@ -37,8 +39,8 @@ constexpr int64_t kDropShared = 160 * 1024;  // bytes per block at most: the res
 
 // How a call is divided.
 struct DropPlan {
-  int units, size;  // per KV head; rows per unit
-  int rows;         // per chunk, a multiple of 16
+  int units, size;              // per KV head; rows per unit
+  int rows;                     // per chunk, a multiple of 16
   int pitch, out_pitch, parts;  // bytes from one row of queries, or of outputs, to the next; rows per output
   bool wide, wide_queries;      // whether keys and values, or queries, can be read in whole pieces
   Splits splits;
@@ -74,10 +76,10 @@ struct DropPlan {
 
 // A chunk's rows in shared memory.
 struct DropRows {
-  char *queries, *outs;                        // [rows, pitch], [parts, rows, out_pitch]
-  float *less, *factors, *squares, *units;     // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
-  int* limits;                                 // [rows]
-  Limits* tiles;                               // [rows / 16]
+  char *queries, *outs;                     // [rows, pitch], [parts, rows, out_pitch]
+  float *less, *factors, *squares, *units;  // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
+  int* limits;                              // [rows]
+  Limits* tiles;                            // [rows / 16]
 
   __device__ DropRows(char* memory, const DropPlan& plan) {
     queries = memory;
@@ -91,9 +93,10 @@ struct DropRows {
   }
 };
 
-// A row's output, in 16-bit types as two rows. Returns its unit. Called by a warp; `out` is null past the last row.
+// A row's output, in 16-bit types as two rows, with its unit and squared norm. Called by a warp; `out` is null past the
+// last row.
 template <class T>
-__device__ inline float load_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
+__device__ inline void load_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
   const int lane = threadIdx.x % 32, pieces = (dv + kPiece<T> - 1) / kPiece<T>;
   float largest = 0.0f, square = 0.0f;
   for (int c = lane; out && c < dv; c += 32) {
@@ -118,7 +121,6 @@ __device__ inline float load_output(const DropRows& rows, const DropPlan& plan, 
     *reinterpret_cast<uint4*>(to) = pack<T>(x);
     if constexpr (sizeof(T) < 4) *reinterpret_cast<uint4*>(to + plan.rows * plan.out_pitch) = pack<T>(left);
   }
-  return unit;
 }
 
 // Adds the squares of this part of a lane's values, over the four lanes that share them.
@@ -215,7 +217,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
           for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const int own = lane / 4 + e / 2 * 8, slot = key + own, r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
+              const int own = lane / 4 + e / 2 * 8, slot = key + own,
+                        r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
               if (slot < first || slot >= rows.limits[r]) continue;
               const float logit = p.softcap == 0.0f ? __fmul_rn(x[0][t][e], scale) : logit_of(p, x[0][t][e], kLog2e);
               const float weight = RowWeight{rows.less[r], rows.factors[r]}.of(logit);
@@ -249,8 +252,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
 }
 
 // The maximum over each group: [b, Hq, n] to [b, Hk, n], one thread per score.
-__global__ void __launch_bounds__(kWindowThreads)
-    drop_group_max_kernel(Window p, const float* scores, int64_t all) {
+__global__ void __launch_bounds__(kWindowThreads) drop_group_max_kernel(Window p, const float* scores, int64_t all) {
   const int64_t i = blockIdx.x * int64_t{kWindowThreads} + threadIdx.x;
   if (i >= all) return;
   const float* const of_key = scores + i / p.n * p.group * p.n + i % p.n;

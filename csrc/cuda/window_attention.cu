@@ -44,9 +44,7 @@ struct OutputsMemory {
     totals = sections.add<char>(plan.tensor_cores ? 0 : window_totals_workspace(p.window));
   }
 
-  static AttentionPlan plan(const WindowAttentionParams& p) {
-    return AttentionPlan::of(p, shared_memory(), kTileRows);
-  }
+  static AttentionPlan plan(const WindowAttentionParams& p) { return AttentionPlan::of(p, shared_memory(), kTileRows); }
 };
 
 }  // namespace

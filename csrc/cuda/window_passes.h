@@ -18,8 +18,8 @@ void window_scores_pass(const Window& p, const float2* totals, void* workspace, 
 // The scores of one row per query head, from such logits.
 void window_row_scores(const Window& p, const float* logits, const float2* totals, cudaStream_t stream);
 
-// The outputs, in fp32 at p.out, the lse and the totals: reads K and V once. Without RoPE. Where weights are rounded to 16
-// bits for the tensor cores, the totals are the sums of the rounded weights.
+// The outputs, in fp32 at p.out, the lse and the totals: reads K and V once. Without RoPE. Where weights are rounded to
+// 16 bits for the tensor cores, the totals are the sums of the rounded weights.
 int64_t window_outputs_workspace(const WindowAttentionParams& p);
 void window_outputs(const WindowAttentionParams& p, float2* totals, void* workspace, cudaStream_t stream);
 

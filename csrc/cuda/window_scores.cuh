@@ -48,7 +48,8 @@ struct RowChunks {
 
   // more: bytes that a row takes in addition to its query.
   static RowChunks of(const Window& p, const RowLayout& layout, int more) {
-    const int pitch = query_pitch(p.k.row_bytes), per_tile = kTileRows * (pitch + more) + static_cast<int>(sizeof(Limits));
+    const int pitch = query_pitch(p.k.row_bytes),
+              per_tile = kTileRows * (pitch + more) + static_cast<int>(sizeof(Limits));
     const int64_t memory = shared_memory() < kWindowShared ? shared_memory() : kWindowShared;
     const int most = static_cast<int>((memory - 1024) / per_tile), tiles = layout.rows / kTileRows;
     const int chunks = (tiles + most - 1) / most, each = (tiles + chunks - 1) / chunks;

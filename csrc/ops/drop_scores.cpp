@@ -19,8 +19,7 @@ Tensor drop_scores(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   KVOPS_CHECK(is_normal(epsilon), op, ": epsilon must be positive and a normal number in fp32, got ", epsilon);
   const Tensor scores = empty_scores(op, q, window);
   if (scores.numel() == 0) return scores;
-  const DropScoresParams p{
-      .window = window, .v = kv.v.view, .dv = kv.v.d, .epsilon = static_cast<float>(epsilon)};
+  const DropScoresParams p{.window = window, .v = kv.v.view, .dv = kv.v.d, .epsilon = static_cast<float>(epsilon)};
   HostCall call(op, q);
   launch_drop_scores(p, call);
   return scores;
