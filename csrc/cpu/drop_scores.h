@@ -100,7 +100,8 @@ void add_drops(const WindowWorker<T>& worker, const NormedValues<T>& values, con
         const F gain = weight / (max(F{}, 1.0f - weight) + epsilon);
         const F a = gain * gain * distance * worker.weight;
         sum = Max ? max(sum, a) : sum + a;
-        (Max ? nan : sum) += Max ? not_finite + a * 0.0f : not_finite;
+        (Max ? nan : sum) += not_finite;
+        if (Max) nan += a == a ? F{} : a;  // a maximum need not keep NaN
       }
       store(worker.partial + i * VL, sum);
       if (Max) store(worker.poison + i * VL, nan);

@@ -3,7 +3,8 @@
 namespace kvops {
 
 void launch_drop_scores(const DropScoresParams& p, Call& call) {
-  drop_scores_cuda(p, call.workspace(bytes_of<DropScoresMemory>(p)), stream_of(call));
+  const DropPlan plan = DropPlan::of(p);
+  drop_scores_cuda(p, plan, call.workspace(bytes_of<DropScoresMemory>(p, plan)), stream_of(call));
 }
 
 }  // namespace kvops

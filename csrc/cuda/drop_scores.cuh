@@ -22,10 +22,13 @@
 // A tile of 16 keys and 16 rows costs a warp (bf16, d = 128): 48 tensor-core products of 16 x 8 x 16, and for each of
 // the lane's 8 logits one exponential, one division and about ten other operations.
 //
+// drop_rows writes the rows as the tiles take them, once for all blocks. If 16 of them do not fit in shared memory
+// (head dims of k and v around 1000, on a GPU with 99 KB), they are read from where it has written them.
+//
 // Grid: x runs over (batch, KV head, unit, split). A unit is the rows that are summed: all rows of a KV head, or those
 // of one query head if the group is reduced by its maximum, or not at all. In those cases the heads of a group read
 // their keys one after the other, mostly from L2, and drop_group_max takes the maximum. Rows that do not fit in shared
-// memory are processed in chunks; what a chunk leaves unfinished waits in `scores` for the same thread.
+// memory together are processed in chunks; what a chunk leaves unfinished waits in `scores` for the same thread.
 #pragma once
 #include "../ops/drop_scores.h"
 #include "reduce.cuh"
@@ -37,14 +40,20 @@ namespace {
 
 constexpr int64_t kDropShared = 160 * 1024;  // bytes per block at most: the rest of the memory is left to L1
 
+// A warp's keys or values: rows of up to 256 bytes stay in registers; wider ones are read again for each 16 rows.
+constexpr int kDropPieces = 4;
+template <class T>
+using DropTile = KeyTile<T, kDropPieces, 1>;
+
 // How a call is divided.
 struct DropPlan {
   int units, size;              // per KV head; rows per unit
-  int rows;                     // per chunk, a multiple of 16
+  int chunks, rows;             // per unit; per chunk, a multiple of 16
   int pitch, out_pitch, parts;  // bytes from one row of queries, or of outputs, to the next; rows per output
   bool wide, wide_queries;      // whether keys and values, or queries, can be read in whole pieces
+  bool fits;                    // whether shared memory holds 16 rows
+  int64_t bytes;                // per chunk
   Splits splits;
-  int64_t shared_bytes;
 
   static DropPlan of(const DropScoresParams& p) {
     const Window& w = p.window;
@@ -59,22 +68,23 @@ struct DropPlan {
                          static_cast<int>(sizeof(Limits));
     const int64_t memory = shared_memory() < kDropShared ? shared_memory() : kDropShared;
     const int most = static_cast<int>((memory - 1024) / per_tile), tiles = (x.size + kTileRows - 1) / kTileRows;
-    if (most < 1)
-      throw std::runtime_error("kvops: drop_scores with these head dims needs " + std::to_string(per_tile + 1024) +
-                               " bytes of shared memory per block, this GPU has " + std::to_string(memory));
-    const int chunks = (tiles + most - 1) / most, each = (tiles + chunks - 1) / chunks;
+    x.fits = most > 0;
+    x.chunks = x.fits ? (tiles + most - 1) / most : 1;
+    const int each = (tiles + x.chunks - 1) / x.chunks;
     x.rows = each * kTileRows;
-    x.shared_bytes = int64_t{each} * per_tile;
+    x.bytes = (int64_t{each} * per_tile + 15) / 16 * 16;
     x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
     x.splits = Splits::of(w.n, w.b * w.heads * x.units);
     return x;
   }
 
+  int64_t all_chunks(const Window& w) const { return w.b * w.heads * units * chunks; }
+
   static constexpr int kFloats = 4;  // per row, see DropRows
 };
 
-// A chunk's rows in shared memory.
+// A chunk's rows.
 struct DropRows {
   char *queries, *outs;                     // [rows, pitch], [parts, rows, out_pitch]
   float *less, *factors, *squares, *units;  // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
@@ -96,8 +106,8 @@ struct DropRows {
 // A row's output, in 16-bit types as two rows, with its unit and squared norm. Called by a warp; `out` is null past the
 // last row.
 template <class T>
-__device__ inline void load_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
-  const int lane = threadIdx.x % 32, pieces = (dv + kPiece<T> - 1) / kPiece<T>;
+__device__ inline void write_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
+  const int lane = threadIdx.x % 32;
   float largest = 0.0f, square = 0.0f;
   for (int c = lane; out && c < dv; c += 32) {
     largest = fmaxf(largest, fabsf(out[c]));
@@ -109,7 +119,7 @@ __device__ inline void load_output(const DropRows& rows, const DropPlan& plan, i
     rows.squares[i] = square;
     rows.units[i] = unit;
   }
-  for (int piece = lane; piece < (pieces + 3) / 4 * 4; piece += 32) {
+  for (int piece = lane; piece < plan.out_pitch / 16; piece += 32) {
     float x[kPiece<T>], left[kPiece<T>];
 #pragma unroll
     for (int e = 0; e < kPiece<T>; ++e) {
@@ -124,13 +134,13 @@ __device__ inline void load_output(const DropRows& rows, const DropPlan& plan, i
 }
 
 // Adds the squares of this part of a lane's values, over the four lanes that share them.
-template <class T, int kPieces>
-__device__ inline void add_squares(float (&sums)[2], const KeyTile<T, kPieces, 1>& values) {
+template <class T>
+__device__ inline void add_squares(float (&sums)[2], const DropTile<T>& values) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = 0.0f;
 #pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece) {
+    for (int piece = 0; piece < kDropPieces; ++piece) {
       float x[kPiece<T>];
       unpack<T>(values.raw[i][piece], x);
 #pragma unroll
@@ -140,47 +150,65 @@ __device__ inline void add_squares(float (&sums)[2], const KeyTile<T, kPieces, 1
   }
 }
 
-template <class T, int kPieces, bool kPaged>
+// Writes the rows of each chunk as drop_scores uses them. A block per chunk, a warp per row.
+template <class T>
+__global__ void __launch_bounds__(kWindowThreads)
+    drop_rows_kernel(DropScoresParams params, DropPlan plan, const float* outs, const RowSum* totals, char* chunks) {
+  const Window& p = params.window;
+  const DropRows rows(chunks + blockIdx.x * plan.bytes, plan);
+  const int64_t unit = blockIdx.x / plan.chunks, head = unit / plan.units, b = head / p.heads, h = head % p.heads;
+  const int first = static_cast<int>(blockIdx.x % plan.chunks) * plan.rows;
+  const int first_row = static_cast<int>(unit % plan.units) * plan.size;  // of the KV head's G w rows
+  const int lane = threadIdx.x % 32, dv = static_cast<int>(params.dv);
+  for (int i = threadIdx.x / 32; i < plan.rows; i += kWindowWarps) {
+    const int at = first + i < plan.size ? first_row + first + i : -1;
+    const int64_t of_row = head * p.group * p.w + at;
+    for (int piece = lane; piece < plan.pitch / 16; piece += 32)
+      *reinterpret_cast<uint4*>(rows.queries + i * plan.pitch + 16 * piece) =
+          at < 0 ? uint4{} : query_piece<T>(p, b, h, at, piece, plan.wide_queries);
+    write_output<T>(rows, plan, i, at < 0 ? nullptr : outs + of_row * dv, dv);
+    if (lane > 0) continue;
+    // The largest logit and the sum, not their lse: the weight of a key that has nearly all is 1 / sum, and 1 less this
+    // is exact.
+    RowSum total = at < 0 ? RowSum::none() : totals[of_row];
+    if (at >= 0 && p.sink_logits) total.add({p.sink_logits[h * p.group + at / p.w] * kLog2e, 1.0f});
+    rows.less[i] = total.sum == 0.0f ? CUDART_INF_F : total.most;
+    rows.factors[i] = total.sum == 0.0f ? -1.0f : -1.0f / total.sum;
+    rows.limits[i] = at < 0 ? 0 : static_cast<int>(p.limit(b, at % p.w));
+  }
+  __syncthreads();  // the limits are written
+  limits_of_tiles(rows.limits, plan.rows, rows.tiles);
+  const int tiles = plan.rows / kTileRows;
+  if (threadIdx.x == 0 && tiles % 2) rows.tiles[tiles] = {0, 0};  // up to the whole 16 bytes that are copied
+}
+
+// kShared: whether plan.fits.
+template <class T, bool kShared, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
-    drop_scores_kernel(DropScoresParams params, DropPlan plan, const float* outs, const RowSum* totals, float* scores) {
-  using Tile = KeyTile<T, kPieces, 1>;
+    drop_scores_kernel(DropScoresParams params, DropPlan plan, const float* outs, char* chunks, float* scores) {
   const Window& p = params.window;
   DYNAMIC_SHARED(char, memory);
-  const DropRows rows(memory, plan);
   const int64_t unit = blockIdx.x / plan.splits.count, split = blockIdx.x % plan.splits.count;
   const int64_t head = unit / plan.units, b = head / p.heads, h = head % p.heads;
   const int begin = static_cast<int>(split * plan.splits.keys),
             end = static_cast<int>(min(begin + plan.splits.keys, p.n));
   const int first = static_cast<int>(p.first(b)), most = count_rows(p, b).most;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, dv = static_cast<int>(params.dv);
-  const int first_row = static_cast<int>(unit % plan.units) * plan.size;  // of the KV head's G w rows
+  const float* const unit_outs = outs + (head * p.group * p.w + unit % plan.units * plan.size) * dv;
   const int key_pieces = static_cast<int>(p.k.row_bytes / 16), value_pieces = static_cast<int>(params.v.row_bytes / 16);
-  const bool whole_keys = key_pieces <= 4 * kPieces;
   const float scale = p.scale * kLog2e, mean = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
   const HeadRows all_keys = head_rows<kPaged, T>(p.k, b, h), all_values = head_rows<kPaged, T>(params.v, b, h);
 
-  for (int row = 0; row < plan.size; row += plan.rows) {
-    const int count = min(plan.rows, (plan.size - row + kTileRows - 1) / kTileRows * kTileRows);
-    __syncthreads();  // the previous chunk is done
-    for (int i = warp; i < count; i += kWindowWarps) {
-      const int at = row + i < plan.size ? first_row + row + i : -1;
-      const int64_t of_row = head * p.group * p.w + at;
-      for (int piece = lane; piece < (key_pieces + 3) / 4 * 4; piece += 32)
-        *reinterpret_cast<uint4*>(rows.queries + i * plan.pitch + 16 * piece) =
-            at < 0 ? uint4{} : query_piece<T>(p, b, h, at, piece, plan.wide_queries);
-      load_output<T>(rows, plan, i, at < 0 ? nullptr : outs + of_row * dv, dv);
-      if (lane > 0) continue;
-      // The largest logit and the sum, not their lse: the weight of a key that has nearly all is 1 / sum, and 1 less
-      // this is exact.
-      RowSum total = at < 0 ? RowSum::none() : totals[of_row];
-      if (at >= 0 && p.sink_logits) total.add({p.sink_logits[h * p.group + at / p.w] * kLog2e, 1.0f});
-      rows.less[i] = total.sum == 0.0f ? CUDART_INF_F : total.most;
-      rows.factors[i] = total.sum == 0.0f ? -1.0f : -1.0f / total.sum;
-      rows.limits[i] = at < 0 ? 0 : static_cast<int>(p.limit(b, at % p.w));
+#pragma unroll 1
+  for (int chunk = 0; chunk < plan.chunks; ++chunk) {
+    char* const own = chunks + (unit * plan.chunks + chunk) * plan.bytes;
+    if constexpr (kShared) {
+      __syncthreads();  // the previous chunk is done
+      for (int64_t i = threadIdx.x; i < plan.bytes / 16; i += kWindowThreads)
+        reinterpret_cast<uint4*>(memory)[i] = reinterpret_cast<const uint4*>(own)[i];
+      __syncthreads();  // the rows are there
     }
-    __syncthreads();  // rows are written
-    limits_of_tiles(rows.limits, count, rows.tiles);
-    __syncthreads();  // the limits of tiles too
+    const DropRows rows(kShared ? memory : own, plan);
 
 #pragma unroll 1
     for (int key = begin + 16 * warp; key < end; key += 16 * kWindowWarps) {
@@ -189,25 +217,25 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const HeadRows key_rows = all_keys.from(key), value_rows = all_values.from(key);
         const int left = most - key;
         float squares[2] = {};
-        Tile keys, values;
-        if (whole_keys) keys.load(key_rows, left, key_pieces, 0, plan.wide);
-        for (int part = 0; part * 4 * kPieces < value_pieces; ++part) {
+        DropTile<T> keys, values;
+        if (key_pieces <= 4 * kDropPieces) keys.load(key_rows, left, key_pieces, 0, plan.wide);
+        for (int part = 0; part * 4 * kDropPieces < value_pieces; ++part) {
           values.load(value_rows, left, value_pieces, part, plan.wide);
-          add_squares<T, kPieces>(squares, values);
+          add_squares<T>(squares, values);
         }
 #pragma unroll 1
-        for (int tile = 0; tile < count / kTileRows; ++tile) {
+        for (int tile = 0; tile < plan.rows / kTileRows; ++tile) {
           if (key >= rows.tiles[tile].most) continue;
           Products<1> x, y;
           const char* const out_rows = rows.outs + tile * kTileRows * plan.out_pitch;
-          multiply_all<T, kPieces>(x, keys, p.k.row_bytes, key_rows, left, plan.wide,
-                                   rows.queries + tile * kTileRows * plan.pitch, plan.pitch);
-          multiply_all<T, kPieces>(y, values, params.v.row_bytes, value_rows, left, plan.wide, out_rows,
-                                   plan.out_pitch);
+          multiply_all<T, kDropPieces>(x, keys, p.k.row_bytes, key_rows, left, plan.wide,
+                                       rows.queries + tile * kTileRows * plan.pitch, plan.pitch);
+          multiply_all<T, kDropPieces>(y, values, params.v.row_bytes, value_rows, left, plan.wide, out_rows,
+                                       plan.out_pitch);
           if constexpr (sizeof(T) < 4) {
             Products<1> z;
-            multiply_all<T, kPieces>(z, values, params.v.row_bytes, value_rows, left, plan.wide,
-                                     out_rows + plan.rows * plan.out_pitch, plan.out_pitch);
+            multiply_all<T, kDropPieces>(z, values, params.v.row_bytes, value_rows, left, plan.wide,
+                                         out_rows + plan.rows * plan.out_pitch, plan.out_pitch);
 #pragma unroll
             for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -217,16 +245,16 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
           for (int t = 0; t < 2; ++t)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-              const int own = lane / 4 + e / 2 * 8, slot = key + own,
-                        r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
+              const int i = lane / 4 + e / 2 * 8, slot = key + i;
+              const int r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
               if (slot < first || slot >= rows.limits[r]) continue;
               const float logit = p.softcap == 0.0f ? __fmul_rn(x[0][t][e], scale) : logit_of(p, x[0][t][e], kLog2e);
               const float weight = RowWeight{rows.less[r], rows.factors[r]}.of(logit);
               float distance = fmaf(-2.0f * rows.units[r], y[0][t][e], squares[e / 2] + rows.squares[r]);
               distance = distance < 0.0f ? 0.0f : distance;  // NaN stays
               if (weight > kLargeWeight) {
-                const T* const value = reinterpret_cast<const T*>(value_rows.row(own));
-                const float* const out = outs + (head * p.group * p.w + first_row + row + r) * dv;
+                const T* const value = reinterpret_cast<const T*>(value_rows.row(i));
+                const float* const out = unit_outs + (int64_t{chunk} * plan.rows + r) * dv;
                 distance = 0.0f;
 #pragma unroll 1
                 for (int c = 0; c < dv; ++c) {
@@ -245,7 +273,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
       if (lane % 4 < 2 && slot < end) {
         float& score = scores[unit * p.n + slot];
         const float sum = lane % 4 ? sums[1] : sums[0];
-        score = row == 0 ? sum : score + sum;
+        score = chunk == 0 ? sum : score + sum;
       }
     }
   }
@@ -266,15 +294,17 @@ struct DropScoresMemory {
   float* lse;      // [b, Hq, w]
   float2* totals;  // [b, Hq, w], each a RowSum
   float* scores;   // [b, Hq, n] for the maximum over groups, or null
+  char* chunks;    // [plan.all_chunks, plan.bytes], the rows
   char* outputs;   // window_outputs' workspace
 
-  DropScoresMemory(const DropScoresParams& p, Sections& sections) {
+  DropScoresMemory(const DropScoresParams& p, const DropPlan& plan, Sections& sections) {
     const Window& w = p.window;
     const int64_t rows = w.b * w.heads * w.group * w.w;
     outs = sections.add<float>(rows * p.dv);
     lse = sections.add<float>(rows);
     totals = sections.add<float2>(rows);
     scores = w.group_reduce == Reduce::max ? sections.add<float>(w.b * w.heads * w.group * w.n) : nullptr;
+    chunks = sections.add<char>(plan.all_chunks(w) * plan.bytes);
     outputs = sections.add<char>(window_outputs_workspace(attention(p)));
   }
 
@@ -286,18 +316,26 @@ struct DropScoresMemory {
   }
 };
 
-inline void drop_scores_cuda(const DropScoresParams& p, void* workspace, cudaStream_t stream) {
+inline void drop_scores_cuda(const DropScoresParams& p, const DropPlan& plan, void* workspace, cudaStream_t stream) {
   const Window& w = p.window;
   Sections sections{workspace};
-  const DropScoresMemory memory(p, sections);
-  const DropPlan plan = DropPlan::of(p);
-  window_outputs(memory.attention(p), memory.totals, memory.outputs, stream);
+  const DropScoresMemory memory(p, plan, sections);
+  const RowSum* const totals = reinterpret_cast<const RowSum*>(memory.totals);
   float* const scores = memory.scores ? memory.scores : w.scores;
-  with_key_tile(w, w.k.row_bytes > p.v.row_bytes ? w.k.row_bytes : p.v.row_bytes, [&](auto type, auto pieces) {
-    with_pages<decltype(type)>(w.k, [&](auto paged) {
-      launch<drop_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(
-          grid_of(w.b * w.heads * plan.units * plan.splits.count), kWindowThreads, plan.shared_bytes, stream, p, plan,
-          memory.outs, reinterpret_cast<const RowSum*>(memory.totals), scores);
+  window_outputs(memory.attention(p), memory.totals, memory.outputs, stream);
+  with_dtype(w.dtype, [&](auto type) {
+    launch<drop_rows_kernel<decltype(type)>>(grid_of(plan.all_chunks(w)), kWindowThreads, 0, stream, p, plan,
+                                             memory.outs, totals, memory.chunks);
+  });
+  with_read_dtype(w.stored, [&](auto type) {
+    using T = decltype(type);
+    with_pages<T>(w.k, [&](auto paged) {
+      const auto start = [&](auto shared) {
+        launch<drop_scores_kernel<T, shared, paged>>(grid_of(w.b * w.heads * plan.units * plan.splits.count),
+                                                     kWindowThreads, shared ? plan.bytes : 0, stream, p, plan,
+                                                     memory.outs, memory.chunks, scores);
+      };
+      plan.fits ? start(std::true_type{}) : start(std::false_type{});
     });
   });
   if (!memory.scores) return;

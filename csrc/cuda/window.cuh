@@ -298,20 +298,16 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
-// Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the rows.
+// Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the keys.
 template <class Fn>
-inline void with_key_tile(const Window& p, int64_t row_bytes, const Fn& fn) {
+inline void with_key_tile(const Window& p, const Fn& fn) {
   with_read_dtype(p.stored, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(T) < 4) {
-      if (row_bytes <= 256) return fn(type, Constant<4>{});
+      if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
     }
     fn(type, Constant<8>{});
   });
-}
-template <class Fn>
-inline void with_key_tile(const Window& p, const Fn& fn) {
-  with_key_tile(p, p.k.row_bytes, fn);
 }
 
 // The products of a warp's keys with 16 rows: from registers if the keys fit, otherwise part by part from global

@@ -442,7 +442,7 @@ __device__ inline void add_scaled(float4& x, const float4& y, float weight) {
   x.w = fmaf(y.w, weight, x.w);
 }
 
-template <class T, int kWidth, int kRows, bool kTurns, bool kPaged, bool kRounded = false>
+template <class T, int kWidth, int kRows, bool kRounded, bool kTurns, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     attention_parts_kernel(WindowAttentionParams p, AttentionPlan plan, float* parts, RowSum* sums, float* logits) {
   using State = RowState<T, kWidth, kRows, kRounded>;
@@ -775,8 +775,8 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
     const auto start = [&](auto rows, auto turns) {
       constexpr int kRows = decltype(rows)::value;
       with_pages<T>(p.v, [&](auto paged) {
-        launch<attention_parts_kernel<T, kWidth, kRows, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes, stream,
-                                                                       p, plan, parts, sums, logits);
+        launch<attention_parts_kernel<T, kWidth, kRows, false, turns, paged>>(grid, 32 * plan.warps, plan.shared_bytes,
+                                                                              stream, p, plan, parts, sums, logits);
       });
     };
     const auto with_rows = [&](auto rows) {
@@ -801,7 +801,7 @@ inline void rounded_parts_cuda(const WindowAttentionParams& p, const AttentionPl
   const auto run = [&](auto type, auto width) {
     using T = decltype(type);
     with_pages<T>(p.v, [&](auto paged) {
-      launch<attention_parts_kernel<T, decltype(width)::value, kTileRows, false, paged, true>>(
+      launch<attention_parts_kernel<T, decltype(width)::value, kTileRows, true, false, paged>>(
           grid, 32 * plan.warps, plan.shared_bytes, stream, p, plan, parts, sums, nullptr);
     });
   };
