@@ -98,7 +98,7 @@ void add_drops(const WindowWorker<T>& worker, const NormedValues<T>& values, con
             if (weight[j] > kLargeWeight) distance[j] = values.distance(i, outs + v * VL + j, N * VL);
         }
         const F gain = weight / (max(F{}, 1.0f - weight) + epsilon);
-        const F a = gain * gain * distance * worker.weight;
+        const F a = gain * distance * gain * worker.weight;
         sum = Max ? max(sum, a) : sum + a;
         (Max ? nan : sum) += not_finite;
         if (Max) nan += a == a ? F{} : a;  // a maximum need not keep NaN

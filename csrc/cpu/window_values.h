@@ -49,9 +49,7 @@ struct WeightedValues : ValueRows<T> {
 
   template <int N, int C>
   void add_channels(int64_t channel, const F* shrink, float* out) const {
-    F sums[C][N];
-    for (int c = 0; c < C; ++c)
-      for (int j = 0; j < N; ++j) sums[c][j] = load(out + ((channel + c) * N + j) * VL) * shrink[j];
+    F sums[C][N] = {};  // of this block: added one by one, small terms would be lost beside a large sum
     for (int i = 0; i < block.count; ++i) {
       const char* const row = block.row(i) + 4 * channel;
       F weights[N];
@@ -64,7 +62,10 @@ struct WeightedValues : ValueRows<T> {
       }
     }
     for (int c = 0; c < C; ++c)
-      for (int j = 0; j < N; ++j) store(out + ((channel + c) * N + j) * VL, sums[c][j]);
+      for (int j = 0; j < N; ++j) {
+        float* const at = out + ((channel + c) * N + j) * VL;
+        store(at, load(at) * shrink[j] + sums[c][j]);
+      }
   }
 };
 

@@ -20,7 +20,7 @@
 // channel by channel instead; a row has fewer than four such keys.
 //
 // A tile of 16 keys and 16 rows costs a warp (bf16, d = 128): 48 tensor-core products of 16 x 8 x 16, and for each of
-// the lane's 8 logits one exponential, one division and about ten other operations.
+// the lane's 8 logits one exponential, one reciprocal and about ten other operations.
 //
 // drop_rows writes the rows as the tiles take them, once for all blocks. If 16 of them do not fit in shared memory
 // (head dims of k and v around 1000, on a GPU with 99 KB), they are read from where it has written them.
@@ -86,10 +86,10 @@ struct DropPlan {
 
 // A chunk's rows.
 struct DropRows {
-  char *queries, *outs;                     // [rows, pitch], [parts, rows, out_pitch]
-  float *less, *factors, *squares, *units;  // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
-  int* limits;                              // [rows]
-  Limits* tiles;                            // [rows / 16]
+  char *queries, *outs;                      // [rows, pitch], [parts, rows, out_pitch]
+  float *less, *factors, *squares, *scales;  // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
+  int* limits;                               // [rows]
+  Limits* tiles;                             // [rows / 16]
 
   __device__ DropRows(char* memory, const DropPlan& plan) {
     queries = memory;
@@ -97,14 +97,14 @@ struct DropRows {
     less = reinterpret_cast<float*>(outs + plan.parts * plan.rows * plan.out_pitch);
     factors = less + plan.rows;
     squares = factors + plan.rows;
-    units = squares + plan.rows;
-    limits = reinterpret_cast<int*>(units + plan.rows);
+    scales = squares + plan.rows;
+    limits = reinterpret_cast<int*>(scales + plan.rows);
     tiles = reinterpret_cast<Limits*>(limits + plan.rows);
   }
 };
 
-// A row's output, in 16-bit types as two rows, with its unit and squared norm. Called by a warp; `out` is null past the
-// last row.
+// A row's output, in 16-bit types as two rows, with its scale and squared norm. Called by a warp; `out` is null past
+// the last row.
 template <class T>
 __device__ inline void write_output(const DropRows& rows, const DropPlan& plan, int i, const float* out, int dv) {
   const int lane = threadIdx.x % 32;
@@ -113,18 +113,18 @@ __device__ inline void write_output(const DropRows& rows, const DropPlan& plan, 
     largest = fmaxf(largest, fabsf(out[c]));
     square = fmaf(out[c], out[c], square);
   }
-  const float unit = std::is_same_v<Value<T>, Half> ? half_unit(largest) : 1.0f;
+  const float scale = std::is_same_v<Value<T>, Half> ? half_unit(largest) : 1.0f, inverse = __frcp_rn(scale);
   square = lanes_sum<32>(square);
   if (lane == 0) {
     rows.squares[i] = square;
-    rows.units[i] = unit;
+    rows.scales[i] = scale;
   }
   for (int piece = lane; piece < plan.out_pitch / 16; piece += 32) {
     float x[kPiece<T>], left[kPiece<T>];
 #pragma unroll
     for (int e = 0; e < kPiece<T>; ++e) {
       const int c = piece * kPiece<T> + e;
-      x[e] = out && c < dv ? out[c] / unit : 0.0f;
+      x[e] = out && c < dv ? out[c] * inverse : 0.0f;
       left[e] = x[e] - to_float(from_float<Value<T>>(x[e]));
     }
     char* const to = rows.outs + i * plan.out_pitch + 16 * piece;
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
               if (slot < first || slot >= rows.limits[r]) continue;
               const float logit = p.softcap == 0.0f ? __fmul_rn(x[0][t][e], scale) : logit_of(p, x[0][t][e], kLog2e);
               const float weight = RowWeight{rows.less[r], rows.factors[r]}.of(logit);
-              float distance = fmaf(-2.0f * rows.units[r], y[0][t][e], squares[e / 2] + rows.squares[r]);
+              float distance = fmaf(-2.0f * rows.scales[r], y[0][t][e], squares[e / 2] + rows.squares[r]);
               distance = distance < 0.0f ? 0.0f : distance;  // NaN stays
               if (weight > kLargeWeight) {
                 const T* const value = reinterpret_cast<const T*>(value_rows.row(i));
@@ -262,8 +262,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
                   distance = fmaf(difference, difference, distance);
                 }
               }
-              const float gain = weight / (fmaxf(1.0f - weight, 0.0f) + params.epsilon);
-              sums[e / 2] += fmaf(logit, 0.0f, gain * gain * distance);  // NaN if the logit is not finite
+              const float gain = __fdividef(weight, fmaxf(1.0f - weight, 0.0f) + params.epsilon);
+              sums[e / 2] += fmaf(logit, 0.0f, gain * distance * gain);  // NaN if the logit is not finite
             }
         }
       }

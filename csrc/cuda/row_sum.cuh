@@ -48,6 +48,14 @@ __device__ inline RowWeight row_weight(const Window& p, RowSum total, int64_t qu
   return fabsf(log) < kLargeLogit ? RowWeight{log, 1.0f} : RowWeight{total.most, -1.0f / total.sum};
 }
 
+// What outputs scaled by 2^-most are multiplied by. Not by way of the logarithm, which is rounded: a weight of nearly 1
+// must leave to the others what they have.
+__device__ inline float row_factor(const Window& p, RowSum total, int64_t query_head) {
+  const float most = total.most;
+  if (p.sink_logits) total.add({p.sink_logits[query_head] * kLog2e, 1.0f});
+  return exp2_fast(most - total.most) / total.sum;
+}
+
 // The same for row i of the scores, which may have a factor of its own.
 __device__ inline RowWeight score_weight(const Window& p, RowSum total, int64_t batch, int64_t query_head, int64_t i) {
   RowWeight weight = row_weight(p, total, query_head);

@@ -1,4 +1,4 @@
-// Products of a window's rows with keys: what window_scores and window_attention share.
+// Products of a window's rows with keys: what window_scores, window_attention and drop_scores share.
 //
 // The G w query rows of one KV head are multiplied with blocks of its keys. In this product, keys are the tensor core's
 // rows (its M) and queries its columns. A warp holds 16 or 32 keys in registers, loaded straight from global memory,

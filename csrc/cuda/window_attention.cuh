@@ -710,7 +710,7 @@ __global__ void __launch_bounds__(kWindowThreads)
     p.lse[row] = empty ? -CUDART_INF_F : (total.most + log2f(total.sum)) * kLn2;
     totals[row] = total;
   }
-  const float less = empty ? 0.0f : total.most, factor = empty ? 0.0f : row_weight(w, total, query_head).of(less);
+  const float less = empty ? 0.0f : total.most, factor = empty ? 0.0f : row_factor(w, total, query_head);
   float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (channel < p.dv) {
     const float* const outs = part_outs + row * parts * p.dv + channel;

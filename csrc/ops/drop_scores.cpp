@@ -16,7 +16,7 @@ Tensor drop_scores(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                                softcap, sink_logits, block_table);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);
-  KVOPS_CHECK(is_normal(epsilon), op, ": epsilon must be positive and a normal number in fp32, got ", epsilon);
+  KVOPS_CHECK(epsilon >= 1e-7 && epsilon <= 1, op, ": epsilon must lie in [1e-7, 1], got ", epsilon);
   const Tensor scores = empty_scores(op, q, window);
   if (scores.numel() == 0) return scores;
   const DropScoresParams p{.window = window, .v = kv.v.view, .dv = kv.v.d, .epsilon = static_cast<float>(epsilon)};

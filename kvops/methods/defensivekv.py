@@ -58,7 +58,7 @@ class DefensiveKV(WindowPolicy):
         kernel_size: See `WindowPolicy`.
         pooling: See `WindowPolicy`.
         pool_first: See `WindowPolicy`.
-        score: See `WindowPolicy`. "dot" needs `stages=False`.
+        score: "softmax"; or "dot", see `WindowPolicy`, which needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
         stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
         first_stage_mass: The part of the attention, in [0, 1], that the window, the sinks and the first stage are to

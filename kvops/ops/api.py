@@ -490,7 +490,8 @@ def drop_scores(
     ```
 
     The operator computes the outputs itself and keeps them in fp32: where one key has nearly all of a row's weight, the
-    gain multiplies the rounding error of v_j - o_i. It reads K and V twice, and never writes a rows x n matrix.
+    gain multiplies the rounding error of v_j - o_i. It reads K and V twice (on a GPU in fp32, or with head dims above
+    256, K three times), and never writes a rows x n matrix; on a GPU group_reduce="max" uses one workspace [b, Hq, n].
 
     A logit that is not finite is left out of its row's softmax, and its key scores NaN. A key that no row sees scores
     0, and so does the only key of a row. A non-finite V row that some row sees may make all scores of its batch row and
@@ -506,7 +507,8 @@ def drop_scores(
         starts: int32 [b], the first valid slot of each row.
         softcap: The cap of the logits; 0 for none.
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key.
-        epsilon: Positive. Bounds the gain of a key with all of a row's weight.
+        epsilon: In [1e-7, 1], where 1e-7 is fp32's rounding of 1 - a. Bounds the gain of a key with all of a row's
+            weight.
         block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:
