@@ -40,11 +40,6 @@ namespace {
 
 constexpr int64_t kDropShared = 160 * 1024;  // bytes per block at most: the rest of the memory is left to L1
 
-// A warp's keys or values: rows of up to 256 bytes stay in registers; wider ones are read again for each 16 rows.
-constexpr int kDropPieces = 4;
-template <class T>
-using DropTile = KeyTile<T, kDropPieces, 1>;
-
 // How a call is divided.
 struct DropPlan {
   int units, size;              // per KV head; rows per unit
@@ -64,8 +59,7 @@ struct DropPlan {
     x.pitch = query_pitch(w.k.row_bytes);
     x.out_pitch = query_pitch(p.v.row_bytes);
     x.parts = w.dtype == DType::f32 ? 1 : 2;
-    const int per_tile = kTileRows * (x.pitch + x.parts * x.out_pitch + 4 * kFloats + static_cast<int>(sizeof(int))) +
-                         static_cast<int>(sizeof(Limits));
+    const int per_tile = kTileRows * (x.pitch + x.parts * x.out_pitch + kNumbers) + static_cast<int>(sizeof(Limits));
     const int64_t memory = shared_memory() < kDropShared ? shared_memory() : kDropShared;
     const int most = static_cast<int>((memory - 1024) / per_tile), tiles = (x.size + kTileRows - 1) / kTileRows;
     x.fits = most > 0;
@@ -81,24 +75,28 @@ struct DropPlan {
 
   int64_t all_chunks(const Window& w) const { return w.b * w.heads * units * chunks; }
 
-  static constexpr int kFloats = 4;  // per row, see DropRows
+  static constexpr int kNumbers = 4 * sizeof(float) + sizeof(int);  // bytes per row: DropNumbers and a limit
+};
+
+// What a row of queries and outputs is used with.
+struct DropNumbers {
+  float less, factor;  // its RowWeight
+  float square;        // |o|^2
+  float scale;         // what products with the output are multiplied by
 };
 
 // A chunk's rows.
 struct DropRows {
-  char *queries, *outs;                      // [rows, pitch], [parts, rows, out_pitch]
-  float *less, *factors, *squares, *scales;  // [rows]: RowWeight; |o|^2; what products with outputs are multiplied by
-  int* limits;                               // [rows]
-  Limits* tiles;                             // [rows / 16]
+  char *queries, *outs;  // [rows, pitch], [parts, rows, out_pitch]
+  DropNumbers* numbers;  // [rows]
+  int* limits;           // [rows]
+  Limits* tiles;         // [rows / 16]
 
   __device__ DropRows(char* memory, const DropPlan& plan) {
     queries = memory;
     outs = queries + plan.rows * plan.pitch;
-    less = reinterpret_cast<float*>(outs + plan.parts * plan.rows * plan.out_pitch);
-    factors = less + plan.rows;
-    squares = factors + plan.rows;
-    scales = squares + plan.rows;
-    limits = reinterpret_cast<int*>(scales + plan.rows);
+    numbers = reinterpret_cast<DropNumbers*>(outs + plan.parts * plan.rows * plan.out_pitch);
+    limits = reinterpret_cast<int*>(numbers + plan.rows);
     tiles = reinterpret_cast<Limits*>(limits + plan.rows);
   }
 };
@@ -113,11 +111,12 @@ __device__ inline void write_output(const DropRows& rows, const DropPlan& plan, 
     largest = fmaxf(largest, fabsf(out[c]));
     square = fmaf(out[c], out[c], square);
   }
-  const float scale = std::is_same_v<Value<T>, Half> ? half_unit(largest) : 1.0f, inverse = __frcp_rn(scale);
+  const float scale = std::is_same_v<Value<T>, Half> ? half_unit(largest) : 1.0f;
+  const float inverse = __uint_as_float((254u << 23) - __float_as_uint(scale));  // of a power of two
   square = lanes_sum<32>(square);
   if (lane == 0) {
-    rows.squares[i] = square;
-    rows.scales[i] = scale;
+    rows.numbers[i].square = square;
+    rows.numbers[i].scale = scale;
   }
   for (int piece = lane; piece < plan.out_pitch / 16; piece += 32) {
     float x[kPiece<T>], left[kPiece<T>];
@@ -134,13 +133,13 @@ __device__ inline void write_output(const DropRows& rows, const DropPlan& plan, 
 }
 
 // Adds the squares of this part of a lane's values, over the four lanes that share them.
-template <class T>
-__device__ inline void add_squares(float (&sums)[2], const DropTile<T>& values) {
+template <class T, int kPieces>
+__device__ inline void add_squares(float (&sums)[2], const KeyTile<T, kPieces, 1>& values) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float sum = 0.0f;
 #pragma unroll
-    for (int piece = 0; piece < kDropPieces; ++piece) {
+    for (int piece = 0; piece < kPieces; ++piece) {
       float x[kPiece<T>];
       unpack<T>(values.raw[i][piece], x);
 #pragma unroll
@@ -172,8 +171,8 @@ __global__ void __launch_bounds__(kWindowThreads)
     // is exact.
     RowSum total = at < 0 ? RowSum::none() : totals[of_row];
     if (at >= 0 && p.sink_logits) total.add({p.sink_logits[h * p.group + at / p.w] * kLog2e, 1.0f});
-    rows.less[i] = total.sum == 0.0f ? CUDART_INF_F : total.most;
-    rows.factors[i] = total.sum == 0.0f ? -1.0f : -1.0f / total.sum;
+    rows.numbers[i].less = total.sum == 0.0f ? CUDART_INF_F : total.most;
+    rows.numbers[i].factor = total.sum == 0.0f ? -1.0f : -1.0f / total.sum;
     rows.limits[i] = at < 0 ? 0 : static_cast<int>(p.limit(b, at % p.w));
   }
   __syncthreads();  // the limits are written
@@ -186,6 +185,9 @@ __global__ void __launch_bounds__(kWindowThreads)
 template <class T, bool kShared, bool kPaged>
 __global__ void __launch_bounds__(kWindowThreads, 1)
     drop_scores_kernel(DropScoresParams params, DropPlan plan, const float* outs, char* chunks, float* scores) {
+  // Of a lane's keys and values. With 4, rows of up to 256 bytes stay in registers; wider ones are read again for each
+  // 16 rows, part by part.
+  constexpr int kPieces = kShared ? 4 : 2;
   const Window& p = params.window;
   DYNAMIC_SHARED(char, memory);
   const int64_t unit = blockIdx.x / plan.splits.count, split = blockIdx.x % plan.splits.count;
@@ -197,7 +199,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   const float* const unit_outs = outs + (head * p.group * p.w + unit % plan.units * plan.size) * dv;
   const int key_pieces = static_cast<int>(p.k.row_bytes / 16), value_pieces = static_cast<int>(params.v.row_bytes / 16);
   const float scale = p.scale * kLog2e, mean = p.group_reduce == Reduce::mean ? 1.0f / p.group : 1.0f;
-  const HeadRows all_keys = head_rows<kPaged, T>(p.k, b, h), all_values = head_rows<kPaged, T>(params.v, b, h);
+  const HeadRows all_keys = head_rows<kPaged, T>(p.k, b, h);
+  HeadRows all_values = all_keys;  // of the same pages
+  all_values.data = params.v.row(kPaged && params.v.table ? 0 : b, h, 0);
+  all_values.stride_n = params.v.stride_n;
+  if (kPaged) all_values.stride_page = params.v.stride_b;
 
 #pragma unroll 1
   for (int chunk = 0; chunk < plan.chunks; ++chunk) {
@@ -217,9 +223,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const HeadRows key_rows = all_keys.from(key), value_rows = all_values.from(key);
         const int left = most - key;
         float squares[2] = {};
-        DropTile<T> keys, values;
-        if (key_pieces <= 4 * kDropPieces) keys.load(key_rows, left, key_pieces, 0, plan.wide);
-        for (int part = 0; part * 4 * kDropPieces < value_pieces; ++part) {
+        KeyTile<T, kPieces, 1> keys, values;
+        if (key_pieces <= 4 * kPieces) keys.load(key_rows, left, key_pieces, 0, plan.wide);
+        for (int part = 0; part * 4 * kPieces < value_pieces; ++part) {
           values.load(value_rows, left, value_pieces, part, plan.wide);
           add_squares<T>(squares, values);
         }
@@ -228,14 +234,14 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
           if (key >= rows.tiles[tile].most) continue;
           Products<1> x, y;
           const char* const out_rows = rows.outs + tile * kTileRows * plan.out_pitch;
-          multiply_all<T, kDropPieces>(x, keys, p.k.row_bytes, key_rows, left, plan.wide,
-                                       rows.queries + tile * kTileRows * plan.pitch, plan.pitch);
-          multiply_all<T, kDropPieces>(y, values, params.v.row_bytes, value_rows, left, plan.wide, out_rows,
-                                       plan.out_pitch);
+          multiply_all<T, kPieces>(x, keys, p.k.row_bytes, key_rows, left, plan.wide,
+                                   rows.queries + tile * kTileRows * plan.pitch, plan.pitch);
+          multiply_all<T, kPieces>(y, values, params.v.row_bytes, value_rows, left, plan.wide, out_rows,
+                                   plan.out_pitch);
           if constexpr (sizeof(T) < 4) {
             Products<1> z;
-            multiply_all<T, kDropPieces>(z, values, params.v.row_bytes, value_rows, left, plan.wide,
-                                         out_rows + plan.rows * plan.out_pitch, plan.out_pitch);
+            multiply_all<T, kPieces>(z, values, params.v.row_bytes, value_rows, left, plan.wide,
+                                     out_rows + plan.rows * plan.out_pitch, plan.out_pitch);
 #pragma unroll
             for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -249,8 +255,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
               const int r = tile * kTileRows + 8 * t + lane % 4 * 2 + e % 2;
               if (slot < first || slot >= rows.limits[r]) continue;
               const float logit = p.softcap == 0.0f ? __fmul_rn(x[0][t][e], scale) : logit_of(p, x[0][t][e], kLog2e);
-              const float weight = RowWeight{rows.less[r], rows.factors[r]}.of(logit);
-              float distance = fmaf(-2.0f * rows.scales[r], y[0][t][e], squares[e / 2] + rows.squares[r]);
+              const DropNumbers of_row = rows.numbers[r];
+              const float weight = RowWeight{of_row.less, of_row.factor}.of(logit);
+              float distance = fmaf(-2.0f * of_row.scale, y[0][t][e], squares[e / 2] + of_row.square);
               distance = distance < 0.0f ? 0.0f : distance;  // NaN stays
               if (weight > kLargeWeight) {
                 const T* const value = reinterpret_cast<const T*>(value_rows.row(i));

@@ -325,8 +325,7 @@ def defensivekv_compress(
         kernel_size: The slots over which scores are pooled; odd. 1 does not pool.
         pooling: "max", or "avg" (over kernel_size slots, where slots outside count as 0).
         pool_first: Pool the scores of each query head, then reduce the group.
-        score: "softmax"; "dot": the sum of the logits themselves; or "drop": how far the rows' outputs move if the
-            token is dropped (`kvops.ops.drop_scores`), which needs the values too. "dot" needs `stages=False`.
+        score: "softmax"; or "dot", see `WindowPolicy`, which needs `stages=False`.
         prior: The least risk of a key, as a multiple of the head's mean risk; at least 0. 0 does not correct.
         stages: Keep the tokens of most attention first, and weight the risk by the norms of the projected values.
         first_stage_mass: The part of the attention, in [0, 1], that the window, the sinks and the first stage are to

@@ -294,8 +294,10 @@ def test_a_batch_changes_nothing(dtype, w):
 @kit.only("simulator")
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 def test_rows_in_chunks(monkeypatch, dtype):
-    """Rows that do not fit in shared memory, and head dims of which no rows do."""
-    monkeypatch.setenv("CUDASIM_DEVICE", kit.GPUS[-1])
+    """Rows that do not fit in shared memory together, and head dims of which 16 rows do not fit."""
+    monkeypatch.setenv("CUDASIM_DEVICE", "rtx3090")
+    check(*window(1, 2, 2, 3, 40, 1024, dtype))
+    check(*window(1, 1, 2, 20, 40, 1016, dtype, dv=1024), group_reduce="none")
     check(*window(1, 1, 4, 100, 128, 64, dtype, dv=128))
     for group_reduce in ("max", "none"):
         check(*window(1, 1, 2, 200, 220, 64, dtype, dv=128), group_reduce=group_reduce)
