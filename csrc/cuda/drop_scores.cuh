@@ -149,17 +149,19 @@ __device__ inline void add_squares(float (&sums)[2], const KeyTile<T, kPieces, 1
   }
 }
 
-// Writes the rows of each chunk as drop_scores uses them. A block per chunk, a warp per row.
+// Writes the rows of each chunk as drop_scores uses them. A block per 16 rows of a chunk, a warp per row.
 template <class T>
 __global__ void __launch_bounds__(kWindowThreads)
     drop_rows_kernel(DropScoresParams params, DropPlan plan, const float* outs, const RowSum* totals, char* chunks) {
   const Window& p = params.window;
-  const DropRows rows(chunks + blockIdx.x * plan.bytes, plan);
-  const int64_t unit = blockIdx.x / plan.chunks, head = unit / plan.units, b = head / p.heads, h = head % p.heads;
-  const int first = static_cast<int>(blockIdx.x % plan.chunks) * plan.rows;
+  const int tiles = plan.rows / kTileRows, tile = blockIdx.x % tiles;
+  const int64_t chunk = blockIdx.x / tiles, unit = chunk / plan.chunks;
+  const int64_t head = unit / plan.units, b = head / p.heads, h = head % p.heads;
+  const DropRows rows(chunks + chunk * plan.bytes, plan);
+  const int first = static_cast<int>(chunk % plan.chunks) * plan.rows;
   const int first_row = static_cast<int>(unit % plan.units) * plan.size;  // of the KV head's G w rows
   const int lane = threadIdx.x % 32, dv = static_cast<int>(params.dv);
-  for (int i = threadIdx.x / 32; i < plan.rows; i += kWindowWarps) {
+  for (int i = tile * kTileRows + threadIdx.x / 32; i < (tile + 1) * kTileRows; i += kWindowWarps) {
     const int at = first + i < plan.size ? first_row + first + i : -1;
     const int64_t of_row = head * p.group * p.w + at;
     for (int piece = lane; piece < plan.pitch / 16; piece += 32)
@@ -176,9 +178,8 @@ __global__ void __launch_bounds__(kWindowThreads)
     rows.limits[i] = at < 0 ? 0 : static_cast<int>(p.limit(b, at % p.w));
   }
   __syncthreads();  // the limits are written
-  limits_of_tiles(rows.limits, plan.rows, rows.tiles);
-  const int tiles = plan.rows / kTileRows;
-  if (threadIdx.x == 0 && tiles % 2) rows.tiles[tiles] = {0, 0};  // up to the whole 16 bytes that are copied
+  limits_of_tiles(rows.limits + tile * kTileRows, kTileRows, rows.tiles + tile);
+  if (threadIdx.x == 0 && tile == tiles - 1 && tiles % 2) rows.tiles[tiles] = {0, 0};  // 16 bytes are copied at a time
 }
 
 // kShared: whether plan.fits.
@@ -331,8 +332,8 @@ inline void drop_scores_cuda(const DropScoresParams& p, const DropPlan& plan, vo
   float* const scores = memory.scores ? memory.scores : w.scores;
   window_outputs(memory.attention(p), memory.totals, memory.outputs, stream);
   with_dtype(w.dtype, [&](auto type) {
-    launch<drop_rows_kernel<decltype(type)>>(grid_of(plan.all_chunks(w)), kWindowThreads, 0, stream, p, plan,
-                                             memory.outs, totals, memory.chunks);
+    launch<drop_rows_kernel<decltype(type)>>(grid_of(plan.all_chunks(w) * (plan.rows / kTileRows)), kWindowThreads, 0,
+                                             stream, p, plan, memory.outs, totals, memory.chunks);
   });
   with_read_dtype(w.stored, [&](auto type) {
     using T = decltype(type);

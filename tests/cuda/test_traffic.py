@@ -179,6 +179,7 @@ SHORT = {  # launches that need not, and why
     "window_totals": "one row each",
     "window_row_scores": "4 bytes per key and query head, after an attention of 512 bytes per key",
     "attention_combine": "one row each",
+    "drop_rows": "16 rows each",
     "similarity_scores": "microseconds after a quadratic search",
     "anchor_total": "one sum per head",
     "select_cluster": "one cluster per head",
