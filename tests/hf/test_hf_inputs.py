@@ -8,6 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 import pytest
 import torch
+from packaging.version import Version
 
 transformers = pytest.importorskip("transformers")
 
@@ -15,7 +16,7 @@ import hf_architectures as tiny  # noqa: E402
 import kit  # noqa: E402
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
-from kvops.hf import KVCache, use_attention  # noqa: E402
+from kvops.hf import KVCache, batching, use_attention  # noqa: E402
 from kvops.hf.drafts import WHOLE_CACHES  # noqa: E402
 from kvops.hf.inputs import _watched, passing_inputs  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
@@ -230,6 +231,17 @@ def test_kvzip_plus_of_a_padded_batch_is_that_of_its_rows(settings):
         assert [x.name for x in compressed.cache.stages] == ["prefill", "decode"]
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version(batching.MIN_TRANSFORMERS), reason="its engine has no registry"
+)
+def test_continuous_batching_refuses():
+    with (
+        pytest.raises(ValueError, match="Recorder: continuous_batching does not pass hidden states and token ids"),
+        kvops.hf.continuous_batching(make_model(), Recorder(12)),
+    ):
+        pass
+
+
 def test_refusals():
     model, (ids, _) = make_model(), make_prompts(20)
     with pytest.raises(ValueError, match="Recorder.* reads hidden states, which .* call kvops.hf.use_attention"):
@@ -243,11 +255,6 @@ def test_refusals():
         pytest.raises(RuntimeError, match=r"View.token_ids: expected it among"),
     ):
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), **GREEDY)
-    with (
-        pytest.raises(ValueError, match="Recorder: continuous_batching does not pass hidden states and token ids"),
-        kvops.hf.continuous_batching(make_model(), Recorder(12)),
-    ):
-        pass
     with pytest.raises(
         RuntimeError, match=r"View.hidden: expected what the attention module was called with, got none"
     ):
