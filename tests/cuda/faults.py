@@ -294,7 +294,12 @@ FAULTS = {
         "window_scores", "window_scores.cuh", "j < limits[r]", "j <= limits[r]", "test_limits"
     ),
     "drop_scores multiplies before the rows are there": Fault(
-        "drop_scores", "drop_scores.cuh", "__syncthreads();  // the rows are there", "", "test_dtypes_and_head_dims"
+        "drop_scores",
+        "drop_scores.cuh",
+        "__syncthreads();  // the rows are there",
+        "",
+        "test_dtypes_and_head_dims",
+        **race("drop_scores.cuh"),
     ),
     "drop_scores leaves out what rounding left of an output": Fault(
         "drop_scores", "drop_scores.cuh", "z[0][t][e]", "0.0f", "test_values_that_are_alike"
