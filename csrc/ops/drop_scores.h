@@ -8,7 +8,7 @@ struct DropScoresParams {
   Window window;  // reduce is sum
   KVView v;       // [b, heads, n, dv]
   int64_t dv;
-  float epsilon;  // added to 1 - p
+  float epsilon;  // added to 1 - a, where a is a weight of the softmax
 };
 
 // The weights whose distance |v - o| is computed from v - o itself. For smaller ones it is |v|^2 - 2 v o + |o|^2, whose

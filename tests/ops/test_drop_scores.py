@@ -52,10 +52,8 @@ def allowed_error(q, k, v, visible, *, group_reduce="mean", epsilon=1e-6, **opti
     if rounded and k.dtype == torch.float16:
         off = off + 2.0**-25 * distances.sum(-1, keepdim=True)
     split = 2.0**-18 if k.dtype == torch.bfloat16 and bool(kit.SIMULATED or k.is_cuda) else 0.0
-    expanded = EPS + split
-    expanded = (
-        expanded * (values.square().sum(-1).unsqueeze(-2) + outs.square().sum(-1, keepdim=True)) * (weights < 0.26)
-    )
+    terms = values.square().sum(-1).unsqueeze(-2) + outs.square().sum(-1, keepdim=True)
+    expanded = (EPS + split) * terms * (weights < 0.26)
     relative = relative * (1 + gains) + 3 * rounded
     error = gains.square() * (2 * distances.square() * relative + 2 * distances * off + off**2 + expanded)
     return reference.window_reduce(error, seen, torch.ones_like(seen), "sum", group_reduce)
