@@ -19,8 +19,8 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int reduce=0, "
       "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, Tensor? cos=None, "
-      "Tensor? sin=None, bool interleaved=False, bool scores=True, Tensor? block_table=None) -> (Tensor, Tensor, "
-      "Tensor)");
+      "Tensor? sin=None, bool interleaved=False, bool scores=True, Tensor? key_bias=None, "
+      "Tensor? block_table=None) -> (Tensor, Tensor, Tensor)");
   // DropKV scores: how far the outputs of the last queries move if a token is dropped.
   m.def(
       "drop_scores(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int group_reduce=1, "

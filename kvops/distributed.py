@@ -23,7 +23,7 @@ a token dim are replicated. Each rank works on its own tokens and sends little:
 - `anchor_cosine`: The ranks sum their anchors, [b, Hk, d], and each scores its tokens with the sum.
 - `window_attention`: Each rank attends to its own keys. The ranks merge log-sum-exps and outputs, [b, Hq, w, dv], and
   each scores its keys with the merged log-sum-exp. The output is rounded to q's dtype before and after the merge.
-  `cos` and `sin` are refused, because the scores would need the rotated keys.
+  `cos` and `sin` are refused, because the scores would need the rotated keys, and so are scores with `key_bias`.
 - `window_scores`: The same without the output. A given lse must cover the keys of all ranks. It is not checked, since
   the check needs all scores.
 - `select_topk`: Each rank sends its own best scores, at most k, and their slots. All ranks then have the same
@@ -58,7 +58,7 @@ Roles = tuple[int | None, ...]
 #: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], by columns, and neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
-    + ("row_weights", "cluster_scores", "sat_indices", "buckets")
+    + ("row_weights", "key_bias", "cluster_scores", "sat_indices", "buckets")
 )
 _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
@@ -67,7 +67,7 @@ _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
 #: [heads, ...], after a batch dim if they have this many dims.
 _BY_HEAD_MAYBE_BATCH = {"mean": 3, "cov": 4, "centers": 3, "norms": 3}
-_BY_TOKEN = {"k": 4, "v": 4, "scores": 3}  # they have a token dim if they have this many dims
+_BY_TOKEN = {"k": 4, "v": 4, "scores": 3, "key_bias": 3}  # they have a token dim if they have this many dims
 _ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
 _scores = torch.ops.kvops.window_scores.default
 _library: torch.library.Library | None = None
@@ -134,7 +134,7 @@ def overloads() -> Iterator[OpOverload]:
 def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, int | None]:
     """The batch, head and token dims of an argument with `dims` dims. pages: K and V are pages."""
     if name in _BOTH:
-        paged = pages and name in ("k", "v")
+        paged = pages and name in ("k", "v", "key_bias")
         return None if paged else 0, 1, 2 if dims == _BY_TOKEN.get(name) and not paged else None
     if name in _BY_HEAD:
         return None, 0, None
@@ -329,6 +329,8 @@ def _window_attention(overload: OpOverload, call: dict[str, Any], tokens: _Token
         raise ValueError(
             f"{op}: cos and sin must be None if tokens are sharded, got tensors; rotate k with rope_at_slots first"
         )
+    if call.get("key_bias") is not None and call.get("scores", True):
+        raise ValueError(f"{op}: scores must be False with key_bias if tokens are sharded, got True")
     own = _own_window(op, call, tokens)
     out, own_lse, scores = overload(**{**own, "scores": False})
     lse = tokens.gather(own_lse).logsumexp(0)

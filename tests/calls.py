@@ -49,6 +49,7 @@ class Inputs:
     q: Tensor  # [b, 4 Hk, 6, d]
     visible: Tensor  # int32 [b, 6]; the last row sees all keys
     sink_logits: Tensor  # fp32 [4 Hk]
+    key_bias: Tensor  # fp32 [b, Hk, n]
     lse: Tensor  # fp32 [b, 4 Hk, 6]
     buckets: Tensor  # int32 [b, Hk, n // 4] in [-1, 4)
     projection: Tensor  # fp32 [2, d]
@@ -147,6 +148,7 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         q=q,
         visible=visible,
         sink_logits=randn(4)[0].flatten(),
+        key_bias=torch.randn(b, heads, n, generator=torch.Generator().manual_seed(seed + 1), device="cpu"),
         lse=lse.flatten(1, 2),
         buckets=integers(-1, 4, b, heads, keep),
         projection=randn(2, d)[0, 0],
@@ -217,6 +219,19 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "window_attention": lambda x: ops.window_attention(x.q, x.k, x.v, x.visible, starts=x.starts),
     "window_attention, one row": lambda x: ops.window_attention(
         x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), sink_logits=x.sink_logits, softcap=SOFTCAP
+    ),
+    "window_attention, biases": lambda x: ops.window_attention(
+        x.q, x.k, x.v, x.visible, starts=x.starts, key_bias=x.key_bias
+    ),
+    "window_attention, biases, one row": lambda x: ops.window_attention(
+        x.q[:, :, -1:],
+        x.k,
+        x.v,
+        x.visible[:, -1:].contiguous(),
+        sink_logits=x.sink_logits,
+        cos=x.angles[0],
+        sin=x.angles[1],
+        key_bias=x.key_bias,
     ),
     "window_attention, heads": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible[0], scale=0.2, reduce="max", group_reduce="none"
@@ -418,7 +433,7 @@ def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
         "window_scores": dict(
             window, lse=ops.window_attention(v=x.v, **window)[1], row_weights=torch.rand(*x.q.shape[:3])
         ),
-        "window_attention": dict(window, v=x.v, **tables),
+        "window_attention": dict(window, v=x.v, key_bias=x.key_bias, **tables),
         "drop_scores": dict(window, v=x.v),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),

@@ -80,6 +80,12 @@ struct Chunk {
   int64_t segment, in_segment;
 };
 
+// The biases of a block's keys (key_bias).
+inline void read_biases(const Window& p, int64_t head, const Block& block, float* biases) {
+  const HeadRows rows = p.key_bias.head(head / p.heads, head % p.heads);
+  for (int i = 0; i < block.count; ++i) memcpy(biases + i, rows.row(block.first + i), 4);
+}
+
 // tile[key][N vectors] = scale * q . k, over `words` words. q: [words][N vectors].
 template <class Words, int N>
 void multiply(const Block& block, const float* q, int64_t words, float scale, float* tile) {
@@ -142,6 +148,7 @@ struct WindowWorker {
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 in lanes without a row
   const char* key_rows[kBlock];            // the current block's rows, if it is paged
+  float biases[kBlock];                    // of the current block's keys, if they have any
   int64_t head = -1;                       // batch * heads + head, of the packed head
   int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see everything below `whole`
   float weight = 0;                        // of a row: 1, or the factor that turns sums into means
@@ -264,6 +271,7 @@ struct WindowWorker {
     block = read_block(p, p.k, head, block.first, block.count, key_rows, wide_keys);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
+    if (p.key_bias.data) read_biases(p, head, block, biases);
   }
 
   // Fills the tile with the logits of a chunk's rows, [key][N vectors].
@@ -271,6 +279,8 @@ struct WindowWorker {
   void logits(const Block& block, const Chunk& chunk) const {
     const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
     multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, scale, tile);
+    for (int i = 0; p.key_bias.data && i < block.count; ++i)
+      for (float *x = tile + i * N * VL, *end = x + N * VL; x < end; x += VL) store(x, load(x) + biases[i]);
     if (p.softcap == 0) return;
     for (int64_t i = 0; i < block.count * N * VL; i += VL) store(tile + i, tanh(load(tile + i)) * p.softcap);
   }

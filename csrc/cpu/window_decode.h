@@ -169,6 +169,11 @@ struct DecodeWorker {
   void logits(const Block& block, const Block& then, float* out) {
     pack();
     with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
+    if (!p.key_bias.data) return;
+    float biases[kBlock];
+    read_biases(p, head, block, biases);
+    for (int i = 0; i < block.count; ++i)
+      for (int r = 0; r < R; ++r) out[i * R + r] += biases[i];
   }
   template <int G>
   void logits(const Block& block, const Block& then, float* out) const {

@@ -141,6 +141,25 @@ __device__ inline float logit_of(const Window& p, float product, float unit) {
   return p.softcap * unit * tanhf(product * p.scale / p.softcap);
 }
 
+// The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so the loops after
+// it are the same with and without. They are read where they are needed: 4 bytes per key, for which nothing waits in a
+// call without.
+struct KeyBias {
+  const Window& p;
+  int64_t b, h;
+
+  __device__ bool given() const { return p.key_bias.data; }
+  // That of a key, or 0 if it is not `there`.
+  __device__ float at(int key, bool there) const {
+    return there ? __fdividef(p.bias(b, h, key), p.scale) : 0.0f;
+  }
+};
+
+struct NoBias {
+  __device__ bool given() const { return false; }
+  __device__ float at(int, bool) const { return 0.0f; }
+};
+
 // ---- Queries, in shared memory ----
 
 // The rows of one KV head, as tiles use them: `units` runs of `size` rows whose scores are reduced together, each
@@ -310,17 +329,30 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
   });
 }
 
-// The products of a warp's keys with 16 rows: from registers if the keys fit, otherwise part by part from global
-// memory. Tensor cores round sums toward zero; kApart adds those of the parts outside of them.
-template <class T, int kPieces, bool kApart = false, int kBlocks>
+// The products of a warp's keys with 16 rows, plus the biases of keys key + [0, left): from registers if the keys fit,
+// otherwise part by part from global memory. Tensor cores round sums toward zero; kApart adds those of the parts
+// outside of them.
+template <class T, int kPieces, bool kApart = false, int kBlocks, class Bias = NoBias>
 __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kBlocks>& keys, int64_t row_bytes,
-                                    const HeadRows& rows, int left, bool wide, const char* queries, int pitch) {
+                                    const HeadRows& rows, int left, bool wide, const char* queries, int pitch,
+                                    const Bias& bias = {}, int key = 0) {
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
+  if (bias.given()) {
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int own = 16 * m + 8 * half + threadIdx.x % 32 / 4;
+        const float of_key = bias.at(key + own, own < left);
+#pragma unroll
+        for (int t = 0; t < 2; ++t) x[m][t][2 * half] = x[m][t][2 * half + 1] = of_key;
+      }
+  }
   const int pieces = static_cast<int>(row_bytes) / 16;
   if (pieces <= 4 * kPieces) return multiply(x, keys, queries, pitch, pieces, 0);
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {

@@ -348,12 +348,24 @@ struct RowState {
       }
   }
 
-  // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`.
+  // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`. No row sees key `end`.
   template <int kGroups>
-  __device__ void step(const WindowAttentionParams& p, int key, int first, const char* group) {
+  __device__ void step(const WindowAttentionParams& p, const KeyBias& bias, int key, int first, int end,
+                       const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
     float x[kGroups][kHalves][4] = {};
+    if (!kRounded && bias.given()) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int own = key + kGroupKeys * g + 8 * half + lane / 4;
+          const float of_key = bias.at(own, own < end);
+#pragma unroll
+          for (int t = 0; t < kHalves; ++t) x[g][t][2 * half] = x[g][t][2 * half + 1] = of_key;
+        }
+    }
     const int keys_at = place_of<kWidth>(lane / 4, lane % 4);
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 2) {
@@ -508,6 +520,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
+  const KeyBias bias{w, b, h};
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
@@ -553,11 +566,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     const char* const group = group_at(from, own);
     constexpr int kGroups = State::kHeld ? 2 : 1;  // what the registers allow
     if (row_warps == 1) {
-      if (key < most) state.template step<1>(p, key, first, group);
+      if (key < most) state.template step<1>(p, bias, key, first, most, group);
     } else {
 #pragma unroll 1
       for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += kGroups)
-        state.template step<kGroups>(p, key + i * kGroupKeys, first, group + i * State::kGroupBytes);
+        state.template step<kGroups>(p, bias, key + i * kGroupKeys, first, most, group + i * State::kGroupBytes);
     }
     meet();  // the tile may be overwritten
     from = from + 1 == plan.stages ? 0 : from + 1;
@@ -648,7 +661,8 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
-      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch);
+      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch, KeyBias{w, b, h},
+                         own);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -765,8 +779,8 @@ inline void widen_rows_cuda(const Window& w, const KVView& from, const KVView& t
 // n], for one row per query head, or null.
 inline void attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, float* parts, RowSum* sums,
                                  float* logits, cudaStream_t stream) {
-  if (sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(sums), parts,
-                        logits, stream))
+  if (!p.window.key_bias.data && sm90::window_pass(p.window, &p.v, plan.splits.count, plan.splits.keys,
+                                                   reinterpret_cast<float2*>(sums), parts, logits, stream))
     return;
   const dim3 grid = grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks);
   const auto run = [&](auto type, auto width) {

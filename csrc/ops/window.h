@@ -37,18 +37,23 @@ struct Window {
   const int32_t* starts;        // [b] or null: the first key that a row sees
   const float* sink_logits;     // [heads * group] or null: an extra logit in the softmax, without a key
   RowValues row_weights;        // factors of the rows' softmax weights in the scores; null: 1
+  KVView key_bias;              // fp32 [b, heads, n], in pages if K is: added to the logits; null: 0
   float* scores;                // [b, heads, n]; [b, heads * group, n] if group_reduce is none; null: not requested
   DType dtype;                  // of q, and of the arithmetic's inputs
   DType stored;                 // of K and V: the same, or fp8
   Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
-  float scale;                  // logits are scale * q.k,
-  float softcap;                // and then, unless this is 0, softcap * tanh(logit / softcap)
+  float scale;                  // logits are scale * q.k + key_bias,
+  float softcap;                // or, unless this is 0, softcap * tanh(scale * q.k / softcap)
   int64_t b, heads, group, w, n, d;
 
   // Row i of a batch entry sees keys [first(batch), limit(batch, i)). It counts only if that range is not empty.
   KVOPS_HOST_DEVICE int64_t first(int64_t batch) const { return starts ? clamped(starts[batch]) : 0; }
   KVOPS_HOST_DEVICE int64_t limit(int64_t batch, int64_t i) const {
     return clamped(visible[batch * visible_stride + i]);
+  }
+  // The bias of a head's key; key_bias must be given.
+  KVOPS_HOST_DEVICE float bias(int64_t batch, int64_t head, int64_t key) const {
+    return *reinterpret_cast<const float*>(key_bias.head(batch, head).row(key));
   }
 
  private:

@@ -82,6 +82,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .starts = starts ? static_cast<const int32_t*>(starts->const_data_ptr()) : nullptr,
           .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
           .row_weights = {},
+          .key_bias = {},
           .scores = nullptr,
           .dtype = dtype,
           .stored = stored,

@@ -369,6 +369,7 @@ def window_attention(
     sin: Tensor | None = None,
     interleaved: bool = False,
     scores: bool = True,
+    key_bias: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the attention of the last queries, or of one decode step, with `window_scores` as a by-product.
@@ -382,6 +383,10 @@ def window_attention(
 
     A key whose logit is not finite is left out of the row. The kernel does not read slots that no row sees; they may
     hold NaN. A non-finite V row that some row sees may make all rows of its batch row and KV head non-finite.
+
+    With `key_bias` the logits are scale * q_i . k_j + key_bias[j]. A key with the bias log(m) weighs as much as m equal
+    keys: caches that merge or refit tokens, as Attention Matching does, keep the mass of the tokens they drop in it.
+    Biases of 0 change nothing.
 
     With `cos` and `sin` the cache may hold keys before RoPE: the kernel rotates each key as it reads it. All results
     have the bits that `rope_at_slots` on K followed by this operator would give, without writing K and reading it
@@ -404,6 +409,9 @@ def window_attention(
         interleaved: Which channels form a pair, as in `rope_at_slots`.
         scores: If False, compute the attention alone. This saves the second read of K (w > 1) or the workspace of
             logits (w = 1).
+        key_bias: fp32 [b, Hk, n], added to the logits of each key, any strides; `softcap` must then be 0 and `scale` in
+            [1e-6, 1e6]. With `block_table` it lies in pages as K does: [num_pages, Hk, page_size]. If a
+            bias is not finite, neither is the key's logit.
         block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:
@@ -431,6 +439,7 @@ def window_attention(
         sin=sin,
         interleaved=interleaved,
         scores=scores,
+        key_bias=key_bias,
         block_table=block_table,
     )
 
@@ -452,9 +461,10 @@ def _(
     sin=None,
     interleaved=False,
     scores=True,
+    key_bias=None,
     block_table=None,
 ):
-    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin)
+    others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin, key_bias=key_bias)
     observed = _window("window_attention", q, k, group_reduce, block_table, **others)
     check_dims("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape

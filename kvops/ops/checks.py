@@ -383,6 +383,15 @@ def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
         )
 
 
+def check_key_bias(op: str, key_bias: Tensor, k: Tensor) -> None:
+    inference_only(op, key_bias=key_bias)
+    if key_bias.shape != k.shape[:3] or key_bias.dtype != torch.float32 or key_bias.device != k.device:
+        raise ValueError(
+            f"{op}: key_bias must be torch.float32 {list(k.shape[:3])} on {k.device}, one value per key, got "
+            f"{key_bias.dtype} {list(key_bias.shape)} on {key_bias.device}"
+        )
+
+
 def check_attention(
     op: str,
     q: Tensor,
@@ -393,6 +402,7 @@ def check_attention(
     starts: Tensor | None,
     sink_logits: Tensor | None,
     softcap: float,
+    key_bias: Tensor | None = None,
 ) -> None:
     """Checks the arguments of `kvops.attention`."""
     inference_only(op, q=q, k=k, v=v)
@@ -424,6 +434,10 @@ def check_attention(
         raise ValueError(f"{op}: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
     if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
         raise ValueError(f"{op}: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
+    if key_bias is not None:
+        check_key_bias(op, key_bias, k)
+        if softcap != 0:
+            raise ValueError(f"{op}: softcap must be 0 with key_bias, got {softcap}")
     check_vector(op, "starts", starts, b, q)
     check_vector(op, "sink_logits", sink_logits, query_heads, q, torch.float32)
     if sink_logits is not None:

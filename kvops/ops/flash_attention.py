@@ -80,6 +80,7 @@ def attention(
     starts: Tensor | None = None,
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
+    key_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Attention:
     """Compute softmax(scale * q k^T) v and its log-sum-exp with the best FlashAttention that supports the call.
@@ -95,6 +96,8 @@ def attention(
             no key, such as one of the padding, gives out 0 and lse -inf.
         softcap: If not 0, logits become softcap * tanh(logit / softcap).
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. The lse is without it.
+        key_bias: fp32 [b, Hk, n], added to the logits of each key, as in `ops.window_attention`; only the backend
+            "kvops" supports it.
         backend: A name from `attention_backends()`, which must support this call; None selects the best that does.
 
     Returns:
@@ -106,9 +109,9 @@ def attention(
             the backends that do.
     """
     scale, softcap = plain(scale), plain(softcap)
-    check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap)
+    check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap, key_bias)
     q = q if q.stride(3) == 1 else q.contiguous()  # unlike K and V, the queries may have any strides
-    call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap)
+    call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap, key_bias)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
     if sink_logits is not None:  # its weight in the softmax goes to no key; a row that sees nothing stays 0
@@ -137,6 +140,7 @@ class _Call(NamedTuple):
     scale: float
     starts: Tensor | None
     softcap: float
+    key_bias: Tensor | None
 
 
 def _choice(call: _Call, forced: str | None) -> str:
@@ -174,13 +178,14 @@ class _Backend:
 
 class _Kvops(_Backend):
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, scale, starts, softcap = call
+        q, k, v, causal, scale, starts, softcap, bias = call
         t, n = q.shape[2], k.shape[2]
         visible = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if not causal:
             visible = torch.full_like(visible, n)
         if 0 < t <= MAX_WINDOW:
-            return window_attention(q, k, v, visible, scale=scale, softcap=softcap, starts=starts, scores=False)[:2]
+            options: dict[str, Any] = dict(scale=scale, softcap=softcap, starts=starts, key_bias=bias)
+            return window_attention(q, k, v, visible, scores=False, **options)[:2]
         out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         for first in range(0, t, MAX_WINDOW):
             rows = slice(first, min(t, first + MAX_WINDOW))
@@ -193,6 +198,7 @@ class _Kvops(_Backend):
                 scale=scale,
                 softcap=softcap,
                 starts=None if starts is None else starts.clamp(max=end),
+                key_bias=None if bias is None else bias[:, :, :end],
                 scores=False,
             )
             out[:, :, rows], lse[:, :, rows] = part, part_lse
@@ -215,6 +221,8 @@ class _Flash(_Backend):
             return "a dim is 0"
         if call.softcap and not self.softcap:
             return "it does not support softcap"
+        if call.key_bias is not None:
+            return "it does not support key_bias"
         if q.is_cuda and q.dtype == torch.float32:
             return "it does not support torch.float32"
         if d != dv and not self.own_dv:
@@ -240,7 +248,7 @@ class _Torch(_Flash):
         raise NotImplementedError
 
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, scale, starts, _ = call
+        q, k, v, causal, scale, starts, _, _ = call
         k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
         if starts is None:
             return self.rectangle(q, k, v, causal, scale)

@@ -44,6 +44,8 @@ def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **options).arguments
         if block_table is not None:
             given |= {name: pages_to_dense(given[name], block_table) for name in ("k", "v") if name in given}
+            if given.get("key_bias") is not None:
+                given["key_bias"] = pages_to_dense(given["key_bias"].unsqueeze(-1), block_table).squeeze(-1)
         return f(**given)
 
     table = inspect.Parameter("block_table", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -249,12 +251,15 @@ def window_attention(
     sin: Tensor | None = None,
     interleaved: bool = False,
     scores: bool = True,
+    key_bias: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
     if cos is not None and sin is not None:  # in fp32, and rounded to the queries' dtype
         k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(q.dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
+    if key_bias is not None:
+        logits = logits + key_bias.to(dtype)[:, :, None, None]
     weights, lse = window_softmax(logits, seen, None, sink_logits)
     values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
     observed = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)

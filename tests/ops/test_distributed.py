@@ -198,6 +198,10 @@ def check_windows_of_tokens(rank: int, ranks: int) -> None:
             for lse_of in ({}, {"lse": whole(lse)}):
                 mine = ops.window_scores(**shards({**call, **lse_of}))
                 torch.testing.assert_close(whole(mine).double(), want[2], rtol=1e-5, atol=1e-6, equal_nan=True)
+            biased = {**call, "v": v, "key_bias": kit.randn(*k.shape[:3]), "scores": False}
+            biased |= {"softcap": 0.0}
+            for mine, exact in zip(ops.window_attention(**shards(biased)), reference.window_attention(**biased)):
+                torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
             weighted = {**call, "row_weights": kit.randn(*q.shape[:3]).abs()}
             mine, exact = ops.window_scores(**shards(weighted)), reference.window_scores(**weighted)
             torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
@@ -319,6 +323,8 @@ def check_refusals(rank: int, ranks: int) -> None:
         (("window_attention: visible must lie",), lambda: ops.window_attention(q, by_tokens, by_tokens, visible + 1)),
         (("window_attention: cos and sin must be None if tokens are sharded",),
          lambda: ops.window_attention(q, by_tokens, by_tokens, visible, cos=kit.randn(96, 16), sin=kit.randn(96, 16))),
+        (("window_attention: scores must be False with key_bias if tokens are sharded",),
+         lambda: ops.window_attention(q, by_tokens, by_tokens, visible, key_bias=by_tokens[..., 0])),
         (("window_scores: lse must be float32",),
          lambda: ops.window_scores(q, by_tokens, visible, lse=kit.randn(2, 7, 6))),
         (("own_indices: indices must be", "on the mesh of k"), lambda: distributed.own_indices(kept, by_tokens)),

@@ -30,13 +30,15 @@ def make(seed=0, b=2, heads=2, group=3, t=40, n=40, d=64, dv=64, dtype=torch.flo
     return q, k, v
 
 
-def exact(q, k, v, causal=True, scale=None, starts=None, softcap=0.0, sink=None, dtype=torch.float64):
+def exact(q, k, v, causal=True, scale=None, starts=None, softcap=0.0, sink=None, bias=None, dtype=torch.float64):
     """Compute the formula in plain PyTorch."""
     group = q.shape[1] // k.shape[1]
     q, k, v = q.to(dtype), k.to(dtype).repeat_interleave(group, 1), v.to(dtype).repeat_interleave(group, 1)
     logits = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap:
         logits = softcap * (logits / softcap).tanh()
+    if bias is not None:
+        logits = logits + bias.to(dtype).repeat_interleave(group, 1).unsqueeze(2)
     t, n = logits.shape[-2:]
     seen = torch.ones(len(q), 1, t, n, dtype=torch.bool)
     if causal:
@@ -80,7 +82,7 @@ def test_every_backend_is_the_formula(t, n, causal, dtype):
 
 
 def call(q, k, v, causal=True, starts=None, softcap=0.0):
-    return flash_attention._Call(q, k, v, causal, 1.0, starts, softcap)
+    return flash_attention._Call(q, k, v, causal, 1.0, starts, softcap, None)
 
 
 @kit.examples(50, derandomize=True)
@@ -302,6 +304,9 @@ def test_wrong_arguments():
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),
+        (dict(key_bias=torch.zeros(2, 6, 40)), r"key_bias must be torch.float32 \[2, 2, 40\] on .*, got .*\[2, 6, 40\]"),
+        (dict(key_bias=torch.zeros(2, 2, 40).half()), r"key_bias must be torch.float32 .* got torch.float16"),
+        (dict(key_bias=torch.zeros(2, 2, 40), softcap=1.0), "softcap must be 0 with key_bias, got 1.0"),
         (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops', or None, got 'magic'"),
     ]:
         with kit.refuses(f"attention: {message}"):
@@ -315,8 +320,23 @@ def test_wrong_arguments():
         assert not kvops.attention(q, k, v, starts=kit.int32(0, 40), backend=backend).out[1].any()  # all padding
     with kit.refuses("starts must be a torch.Tensor, got list", kind=TypeError):
         kvops.attention(q, k, v, starts=[0, 0])
+    with kit.refuses("key_bias must be a torch.Tensor, got list", kind=TypeError):
+        kvops.attention(q, k, v, key_bias=[0.0])
     with kit.refuses("k must be a torch.Tensor, got NoneType", kind=TypeError):
         kvops.attention(q, None, v)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("t", [1, 40, 300])
+def test_key_bias(t, causal):
+    """Only `kvops` takes biases, in blocks of 256 rows; padding and sinks as without."""
+    q, k, v = make(t=t, n=330, d=32, dv=32)
+    bias, sink, starts = kit.randn(2, 2, 330), kit.randn(6), kit.int32(0, 40)
+    result = kvops.attention(q, k, v, causal=causal, starts=starts, sink_logits=sink, key_bias=bias)
+    assert result.backend == "kvops"
+    assert_attention(result, q, k, v, causal=causal, starts=starts, sink=sink, bias=bias)
+    with kit.refuses("backend='torch_flash' cannot run this call"):
+        kvops.attention(q, k, v, causal=causal, key_bias=bias, backend="torch_flash")
 
 
 @kit.only("cpu")

@@ -96,6 +96,9 @@ def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dic
         }
     rows = [name for name in ("k", "v") if name in arguments]
     pages = to_pages(arguments[rows[0]], arguments[rows[-1]], size, seed, layout)
+    if arguments.get("key_bias") is not None:
+        bias = arguments["key_bias"].unsqueeze(-1)
+        arguments = {**arguments, "key_bias": to_pages(bias, bias, size, seed, layout).k.squeeze(-1)}
     return {**arguments, **{name: getattr(pages, name) for name in rows}, "block_table": pages.block_table}
 
 
@@ -146,7 +149,7 @@ def test_opcheck(name, dtype):
     x.starts.zero_(), x.lengths.fill_(80)  # no result is NaN then, which opcheck would take for a difference
     overload, arguments = direct(name, x)
     pages = paged(arguments, 16)
-    pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {name: pages[name] for name in ("k", "v") if name in pages})
+    pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {x: pages[x] for x in ("k", "v", "key_bias") if x in pages})
     torch.library.opcheck(overload, (), pages)
 
 
@@ -296,6 +299,8 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
     tables = kvops.Rope.of(k.shape[3]).tables(torch.arange(n)) if rotated else ()
     options = dict(zip(("cos", "sin"), tables))
     out, lse, scores = ops.window_attention(q, k, v, visible, block_table=table, **options)
+    bias = kit.randn(*k.shape[:3])
+    biased = ops.window_attention(q, k, v, visible, key_bias=bias, block_table=table)
     again = ops.window_scores(q, k, visible, block_table=table)
     drops = ops.drop_scores(q, k, v, visible, block_table=table)
     for i, (length, own) in enumerate(zip(batch.lengths, batch.alone())):
@@ -306,6 +311,9 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
         one = slice(i, i + 1)
         expected = ops.window_attention(q[one], *own, visible[i], **mine)
         assert kit.same((out[one], lse[one], scores[one, :, :length]), expected)
+        own_bias = reference.pages_to_dense(bias.unsqueeze(-1), table[one])[:, :, :length, 0]
+        expected = ops.window_attention(q[one], *own, visible[i], key_bias=own_bias)
+        assert kit.same((*(x[one] for x in biased[:2]), biased[2][one, :, :length]), expected)
         assert kit.same(again[one, :, :length], ops.window_scores(q[one], own[0], visible[i]))
         assert kit.same(drops[one, :, :length], ops.drop_scores(q[one], *own, visible[i]))
         assert all((x[i, :, length:] == 0).all() for x in (scores, again, drops))

@@ -104,6 +104,55 @@ def test_without_scores(dtype, group_reduce, rows, w, n):
             assert kit.same((out, lse), expected[:2])
 
 
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("group, w, d", [(1, 1, 32), (3, 1, 72), (8, 1, 16), (9, 1, 40), (2, 6, 32), (3, 20, 264)])
+def test_key_bias(dtype, group, w, d):
+    """Of any strides, with every option but a softcap; biases of 0 change no bit (no head dim of Hopper's kernels)."""
+    n = 150
+    q, k, v, visible = window(2, 2, group, w, n, d, dtype)
+    bias = 3 * kit.randn(2, n, 2, seed=9).transpose(1, 2)
+    for more in (
+        {},
+        dict(reduce="max", group_reduce="max"),
+        dict(reduce="mean", group_reduce="none", starts=kit.int32(0, 11), scale=0.3),
+        dict(sink_logits=kit.randn(2 * group), visible=torch.stack((visible, kit.int32(*[70] * w)))),
+    ):
+        limits = more.pop("visible", visible)
+        check(q, k, v, limits, key_bias=bias, **more)
+        none = ops.window_attention(q, k, v, limits, key_bias=torch.zeros_like(bias), **more)
+        assert kit.same(none, ops.window_attention(q, k, v, limits, **more))
+    cos, sin = Rope.of(d).tables(torch.arange(n))
+    found = ops.window_attention(q, k, v, visible, cos=cos, sin=sin, key_bias=bias)
+    turned = ops.rope_at_slots(k, cos, sin)
+    assert kit.same(found, ops.window_attention(q, turned, v, visible, key_bias=bias))
+
+
+@pytest.mark.parametrize("w", [1, 4])
+def test_a_bias_of_log_m_counts_a_key_m_times(w):
+    q, k, v, _ = window(2, 2, 2, w, 40, 32)
+    times = torch.arange(40) % 3 + 1
+    bias = times.log().expand(2, 2, 40)
+    out, lse, scores = ops.window_attention(q, k, v, kit.int32(*[40] * w), key_bias=bias)
+    copies = [x.repeat_interleave(times, 2) for x in (k, v)]
+    want = ops.window_attention(q, *copies, kit.int32(*[int(times.sum())] * w))
+    torch.testing.assert_close((out, lse), want[:2], rtol=1e-5, atol=1e-6)
+    firsts = times.cumsum(0) - times
+    torch.testing.assert_close(scores, want[2][:, :, firsts] * times, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", kit.DTYPES)
+@pytest.mark.parametrize("w", [1, 7])
+def test_a_bias_that_is_not_finite_leaves_its_key_out(dtype, w):
+    q, k, v, visible = window(1, 2, 2, w, 90, 32, dtype)
+    bias = kit.randn(1, 2, 90)
+    bias[0, 0, 5], bias[0, 0, 40], bias[0, 0, 41], bias[0, 1] = -torch.inf, torch.nan, torch.inf, -torch.inf
+    out, lse, scores = check(q, k, v, visible, key_bias=bias)
+    assert (out[:, 2:] == 0).all() and scores[0, 0, [5, 40, 41]].isnan().all()
+    bias[0, 0, 60:] = torch.nan  # keys that no row sees
+    few = kit.int32(*[60] * w)
+    assert kit.same(ops.window_attention(q, k, v, few, key_bias=bias)[0][:, :2].isfinite(), out[:, :2].isfinite())
+
+
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
 @pytest.mark.parametrize("w", [1, 5])
@@ -296,6 +345,11 @@ def test_bad_input():
         (dict(starts=kit.int32(-1)), (r"starts must lie in \[0, 64\]", "-1")),
         (dict(reduce="none"), ("reduce must be 'sum', 'mean' or 'max'", "none")),
         (dict(sink_logits=torch.zeros(2)), ("sink_logits must be", r"float32 \[4\]")),
+        (dict(key_bias=torch.zeros(1, 2, 63)), ("key_bias must be float32", r"\[1, 2, 64\]", r"\[1, 2, 63\]")),
+        (dict(key_bias=torch.zeros(1, 4, 64)), ("key_bias must be float32", r"\[1, 2, 64\]", r"\[1, 4, 64\]")),
+        (dict(key_bias=torch.zeros(1, 2, 64).half()), ("key_bias must be torch.float32", "torch.float16")),
+        (dict(key_bias=torch.zeros(1, 2, 64), softcap=2.0), ("softcap must be 0 with key_bias, got 2",)),
+        (dict(key_bias=torch.zeros(1, 2, 64), scale=1e-7), ("scale must lie in", "with key_bias")),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.window_attention(**(good | arguments))
