@@ -1,4 +1,4 @@
-"""Caches for policies that use queries, and the stages of LAQ and KVzip."""
+"""Caches for policies that use queries, and the stages of LAQ and of policies that repeat prompts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.kvzip import KVzip, row_weights
+from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
+from ..methods.repeating import RepeatPolicy
 from ..methods.view import View
 from ..ops.api import MAX_WINDOW, window_attention
 from ..ops.flash_attention import attention
@@ -308,15 +309,16 @@ class LookaheadCache(AttendingCache, kind="draft"):
 
 
 class RepeatingCache(AttendingCache, kind="repeat"):
-    """KVzip's cache. It keeps the whole prompt until `evict`, which follows the passes; see `kvops.KVzip`."""
+    """A `RepeatPolicy`'s cache. It keeps the whole prompt until `evict`, after the passes; see `kvops.KVzip`."""
 
-    policy: KVzip
-    _tensors = (*AttendingCache._tensors, "_scores")
+    policy: RepeatPolicy
+    _tensors = (*AttendingCache._tensors, "_passes")
 
     def reset(self) -> None:
         super().reset()
         self._first: int | None = None  # the first token of the chunk that a pass repeats
-        self._scores: Tensor | None = None  # fp32 [b, Hk, n], of the passes so far
+        self._passes: Tensor | None = None  # what the policy remembers of the passes so far
+        self._passed = 0  # the slots that they were over
         self._gradients: Tensor | None = None  # of the pass; see `repeating`
 
     @contextmanager
@@ -331,9 +333,13 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             RuntimeError: No prompt has been attended yet.
         """
         if self._ragged is not None:
-            raise RuntimeError("KVzip: repeating() expected a cache that has not evicted, got one whose heads differ")
+            raise RuntimeError(
+                f"{self.name}: repeating() expected a cache that has not evicted, got one whose heads differ"
+            )
         if self._memory is None or self._due or self._first is not None:
-            raise RuntimeError("KVzip: repeating() must follow the attention of a prompt, got a cache without one")
+            raise RuntimeError(
+                f"{self.name}: repeating() must follow the attention of a prompt, got a cache without one"
+            )
         seen, self._first, self._gradients = self.seen, first, gradients
         try:
             yield
@@ -351,22 +357,24 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
             end = k_step.shape[2] - q.shape[2]
             hidden = None if self._inputs is None else self._inputs.hidden
-            weights = row_weights(self.policy, len(q), q.shape[2], hidden, self._gradients)
             every = View(k_step, v_step, self._step_pads, layer=self.layer)
-            scores = self.policy.score_pass(q, every, self._first, end, options, weights)
-            self._scores = scores if self._scores is None else torch.maximum(self._scores, scores)
+            before = self._passes if self._passed == end else None
+            self._passes = self.policy.add_pass(before, q, every, self._first, end, options, hidden, self._gradients)
+            self._passed = end
         return out
 
     def repeated(self) -> View:
-        """Return the view of the stored slots with the scores of the passes so far.
+        """Return the view of the stored slots, with what the passes so far observed.
 
         Raises:
             RuntimeError: There was no pass since the last token.
         """
-        if self._scores is None or self._ragged is not None or self._scores.shape[2] != len(self):
-            raise RuntimeError("KVzip: evict() must follow the passes over the stored tokens, got none since the last")
+        if self._passes is None or self._ragged is not None or self._passed != len(self):
+            raise RuntimeError(
+                f"{self.name}: evict() must follow the passes over the stored tokens, got none since the last"
+            )
         view = self._stored()
-        view.observed = self._scores
+        self.policy.observe_passes(view, self._passes, self.logits)
         return view
 
     def evict(self) -> None:
@@ -393,6 +401,7 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
             undone.enter_context(cache.undone_on_error())
         full = [i for i, view in enumerate(views) if view.n > policy.room(view)]
         if policy.scope == "model" and full:
+            assert isinstance(policy, KVzip)  # which has that setting
             full = list(range(len(views)))  # all or none, since they have one budget
             kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
         else:
@@ -400,4 +409,4 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
         for i, indices in zip(full, kept):
             caches[i]._keep(indices, views[i])
         for cache in caches:
-            cache._scores = None
+            cache._passes = None

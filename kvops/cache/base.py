@@ -456,6 +456,8 @@ class Cache:
             return self._reading.attention(q, self._read_since, **options)
         if self._released:
             raise RuntimeError(f"{self.name}: expected attention() or read() before release(), got one after it")
+        if self._kept is not None and "key_bias" in self.policy.needs.per_slot:  # biases are 0 before an eviction
+            options = {**options, "key_bias": self.state["key_bias"]}
         out, lse, _ = attention(q, k_step, v_step, starts=self._step_pads, **options)
         return out, lse
 
@@ -684,7 +686,7 @@ class Cache:
 
         If heads may differ in length, -1 is last in those that keep fewer.
         """
-        view.inputs = None  # the rule has run, and an eviction in place keeps the view
+        view.inputs = view.reference = None  # the rule has run, and an eviction in place keeps the view
         if self.policy.ragged:
             return self._keep_ragged(indices, view)
         pads = view.starts

@@ -17,8 +17,9 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
-from ..methods import LAQ, KVzip, Policy, QueryPolicy
+from ..methods import LAQ, Policy, QueryPolicy
 from ..methods.registry import as_policy
+from ..methods.repeating import RepeatPolicy
 from ..methods.view import LayerInputs
 from ..ops.rope import Rope
 from . import architectures
@@ -235,7 +236,7 @@ class KVCache(DynamicCache):
         pads: Tensor | Sequence[int] | None = None,
     ):
         policy = check("KVCache", config, policy)
-        if isinstance(policy, KVzip):
+        if isinstance(policy, RepeatPolicy):
             policy.check_words()  # before the model reads the prompt
         conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
@@ -265,7 +266,7 @@ class KVCache(DynamicCache):
                     f"KVCache: layers of {type(config).__name__} share keys, which cannot be rotated to the slots of "
                     f"{policy!r} for all of them; use positions='original'"
                 )
-            if isinstance(policy, KVzip):
+            if isinstance(policy, RepeatPolicy):
                 policy.check_readers(readers)
             cache = Cache(policy, layer=layer, num_layers=len(evicting), rope=rope, storage=storage)
             self.layers[i] = EvictingLayer(cache, conversation, own, readers)

@@ -1,4 +1,4 @@
-"""The stages of Lookahead Q-Cache (LAQ) and KVzip, which generation runs between prefill and decode.
+"""The stages of Lookahead Q-Cache (LAQ) and of KVzip and its like, which generation runs between prefill and decode.
 
 The module is not called `lookahead.py`, because that name would hide the function `kvops.hf.lookahead`.
 """
@@ -17,8 +17,8 @@ from transformers import LogitsProcessor, PreTrainedModel
 from ..cache import LookaheadCache, RepeatingCache
 from ..cache.attending import evict_repeated
 from ..cache.memory import storage_bytes
-from ..methods import LAQ, KVzip
-from ..methods.kvzip import repeat_counts, repeat_ids
+from ..methods import LAQ
+from ..methods.repeating import RepeatPolicy, repeat_counts, repeat_ids
 from .arguments import CACHE
 from .cache import EvictingLayer, KVCache, Stage, tensors_of
 from .conversation import mask_of_pads
@@ -88,7 +88,7 @@ def _stages(layer: EvictingLayer) -> LookaheadCache:
 
 
 def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attention_mask: Tensor | None = None) -> None:
-    """Run KVzip's passes between prefill and decode, for your own generation loop, and evict.
+    """Run the passes of KVzip or Attention Matching between prefill and decode, for your own loop, and evict.
 
     The model reads each chunk of the prompts again, after the instruction of the policy (`repeat_prompts`). The queries
     score the cached prompts, and the tokens of a pass are forgotten. The decode then continues from the end of the
@@ -96,18 +96,18 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
 
     Args:
         model: The model that has read the prompts, with the library's attention (`use_attention`).
-        cache: A KVCache with `kvops.KVzip` that holds the prompts.
+        cache: A KVCache with `kvops.KVzip` or `kvops.AttentionMatching` that holds the prompts.
         input_ids: int64 [b, n], the prompts, left-padded.
         attention_mask: int64 [b, n], the mask of the prompts, or fewer rows if the cache repeats each for its beams.
             None: the padding that the cache has seen.
 
     Raises:
-        TypeError: `cache` is not a KVCache with `kvops.KVzip`.
+        TypeError: `cache` is not a KVCache with such a policy.
         ValueError: `input_ids` are not the tokens that the cache has seen.
     """
-    if not isinstance(cache, KVCache) or not isinstance(cache.policy, KVzip):
+    if not isinstance(cache, KVCache) or not isinstance(cache.policy, RepeatPolicy):
         got = f"one with {cache.policy!r}" if isinstance(cache, KVCache) else type(cache).__name__
-        raise TypeError(f"repeat: cache must be a KVCache with kvops.KVzip, got {got}")
+        raise TypeError(f"repeat: cache must be a KVCache with kvops.KVzip or kvops.AttentionMatching, got {got}")
     if input_ids.shape[-1] != (seen := cache.get_seq_length()):
         raise ValueError(
             f"repeat: input_ids must be the prompts that the cache has read, expected {seen} tokens, got "
@@ -180,7 +180,7 @@ def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _repeating(layer: EvictingLayer) -> RepeatingCache:
-    assert isinstance(layer.cache, RepeatingCache)  # the policy is KVzip
+    assert isinstance(layer.cache, RepeatingCache)  # the policy is a RepeatPolicy
     return layer.cache
 
 
@@ -201,7 +201,7 @@ def run_stages(
     """Run `lookahead` or `repeat`, whichever the cache's policy needs; nothing for other policies."""
     if isinstance(cache.policy, LAQ):
         lookahead(model, cache, logits, attention_mask=attention_mask, eos_token_id=eos_token_id)
-    elif isinstance(cache.policy, KVzip):
+    elif isinstance(cache.policy, RepeatPolicy):
         repeat(model, cache, input_ids, attention_mask=attention_mask)
 
 
@@ -270,7 +270,7 @@ def _next_logits(model: PreTrainedModel, draft: KVCache, token: Tensor, mask: Te
 
 
 class Lookahead(LogitsProcessor):
-    """Runs the stages of LAQ or KVzip when transformers first processes logits, which is after the prefill.
+    """Runs the stages of LAQ or KVzip and its like when transformers first processes logits, after the prefill.
 
     It returns the logits unchanged.
 

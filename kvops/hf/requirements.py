@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..methods import LAQ, Policy
-from ..methods.kvzip import WORDS
 from ..methods.registry import as_policy
+from ..methods.repeating import WORDS
 from .attention import unwrap
 from .generation import repeat_prompts
 from .statistics import calibrated

@@ -83,6 +83,10 @@ class Compressed(NamedTuple):
         """The entries kept in each row: int32 [b], m if none is missing."""
         return (self.indices >= 0).any(1).sum(-1, dtype=torch.int32)
 
+    def transposed(self) -> Compressed:
+        """The same with dims 1 and 2 of k and v swapped."""
+        return Compressed(self.k.transpose(1, 2), self.v.transpose(1, 2), self.indices)
+
     def pages(self, page_size: int) -> Tensor:
         """The pages that the kept entries of each row fill: int32 [b]. This does not wait for a GPU."""
         return (self.lengths + (page_size - 1)) // page_size
@@ -156,7 +160,9 @@ class Needs(NamedTuple):
 
 
 #: The arguments that have a head and a token dim; `out` is a pair of such tensors.
-TRANSPOSED = frozenset(("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "out"))
+TRANSPOSED = frozenset(
+    ("k", "v", "q", "q_window", "q_last", "q_lookahead", "q_repeat", "k_repeat", "q_reference", "out")
+)
 #: What policies call by their own names, and the arguments that they pass on to them by the same name.
 INNER = frozenset((*ops.__all__, "head_budgets", "lacache_plan"))
 SHARED = frozenset(("k", "v", "starts", "lengths", "block_table", "out", "lse", "scale", "softcap", "sink_logits"))
@@ -173,8 +179,7 @@ def one_shot(compress: F) -> F:
             check_choice(self.name, "layout", layout, LAYOUTS)
         if layout == "bnhd":
             options = {key: _transposed(x) if key in TRANSPOSED else x for key, x in options.items()}
-            kept = call(self, *map(_transposed, args), layout="bhnd", **options)
-            return Compressed(_transposed(kept.k), _transposed(kept.v), kept.indices)
+            return call(self, *map(_transposed, args), layout="bhnd", **options).transposed()
         if torch.compiler.is_compiling():
             return compress(self, *args, **options)
         if layout is None and isinstance(k := args[0] if args else options.get("k"), Tensor) and k.dim() == 4:

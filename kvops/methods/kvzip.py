@@ -19,22 +19,19 @@ from ..ops.checks import (
     check_bool,
     check_choice,
     check_hidden,
-    check_int,
     check_queries,
-    check_token_ids,
     inference_only,
 )
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import Budget, budget_tokens
 from .projection import Projection, output_norms
-from .queries import Logits, QueryPolicy
+from .queries import Logits
+from .repeating import WORDS, RepeatPolicy, rows_of_chunk
 from .view import View
 
 Scope = Literal["layer", "model"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-#: The settings that a tokenizer makes.
-WORDS = ("instruction", "next_instruction", "suffix")
 
 
 class RepeatCall(LayerSpans, Logits, total=False):
@@ -50,7 +47,7 @@ class RepeatCall(LayerSpans, Logits, total=False):
 
 
 @dataclass(frozen=True, eq=False)
-class KVzip(QueryPolicy):
+class KVzip(RepeatPolicy):
     """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
 
     The second reading is in passes, one for each `chunk` of the prompt: an instruction to repeat it, the tokens before
@@ -99,14 +96,11 @@ class KVzip(QueryPolicy):
         gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
             forward and one backward for each pass, through torch's attention.
         w_o: With plus=True or gradients=True the weights of the output projection; see `CriticalKV`.
-        chunk: How many tokens of the prompt a pass repeats.
-        previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
-        instruction: The token ids of the instruction of the first pass. None: not given yet.
-        next_instruction: The token ids of the instruction of each later pass, or None.
-        suffix: The token ids between them and the chunk, or None: with a chat model, those that end the user's turn and
-            begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
-            () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
-            caller runs the passes.
+        chunk: See `RepeatPolicy`.
+        previous: See `RepeatPolicy`.
+        instruction: See `RepeatPolicy`.
+        next_instruction: See `RepeatPolicy`.
+        suffix: See `RepeatPolicy`.
 
     Source: KVzip, Kim et al., 2025; KVzip+ in KVzap, Jegou and Jeblick, 2026; KVgrad, 2026, and kvpress,
     kvgrad_press.py.
@@ -116,17 +110,11 @@ class KVzip(QueryPolicy):
     reduce: ClassVar[str] = "max"
 
     _: KW_ONLY
-    sinks: int = 4
     group_reduce: Reduce = "max"
     scope: Scope = "layer"
     plus: bool = False
     gradients: bool = False
     w_o: Projection | None = field(default=None, repr=False)
-    chunk: int = 2048
-    previous: int = 8
-    instruction: tuple[int, ...] | None = None
-    next_instruction: tuple[int, ...] | None = None
-    suffix: tuple[int, ...] | None = None
 
     @property
     def needs(self) -> Needs:
@@ -146,23 +134,25 @@ class KVzip(QueryPolicy):
             )
         if self.scope == "model" and self.shares is not None:
             raise ValueError(f"{self.name}: shares and scope='model' both divide the budget, expected one, got both")
-        check_int(self.name, "chunk", self.chunk, 1)
-        check_int(self.name, "previous", self.previous, 0)
-        for name in WORDS:
-            if getattr(self, name) is not None:
-                check_token_ids(self.name, name, getattr(self, name))
         super().check()
 
-    def check_words(self) -> None:
-        """Raise unless all words of the passes are given, which `repeat_ids` needs."""
-        if lacking := [name for name in WORDS if getattr(self, name) is None]:
-            raise ValueError(
-                f"{self.name}: {', '.join(lacking)} must be the token ids that ask the model to repeat its prompt, got "
-                f"None; use kvops.KVzip(..., **kvops.hf.repeat_prompts(tokenizer)), or () to read the chunk alone"
-            )
+    def add_pass(
+        self,
+        passes: Tensor | None,
+        q: Tensor,
+        view: View,
+        first: int,
+        end: Tensor | int,
+        logits: dict[str, Any],
+        hidden: Tensor | None = None,
+        gradients: Tensor | None = None,
+    ) -> Tensor:
+        weights = row_weights(self, len(q), q.shape[2], hidden, gradients)
+        scores = self.score_pass(q, view, first, end, logits, weights)
+        return scores if passes is None else torch.maximum(passes, scores)
 
-    def check_paged_cache(self, num_layers: int, by_head: bool = False) -> None:
-        raise ValueError(f"KVzip: a PagedCache cannot repeat prompts, expected another policy, got {self!r}")
+    def observe_passes(self, view: View, passes: Tensor, logits: dict[str, Any]) -> None:
+        view.observed = passes
 
     def check_readers(self, readers: int) -> None:
         """Raise if layers that share keys cannot be scored together."""
@@ -172,9 +162,6 @@ class KVzip(QueryPolicy):
                 f"gradients=True; expected layers that do not share keys, got {readers} more that read those of one "
                 "layer; use plus=False"
             )
-
-    def rows(self, view: View) -> int:
-        return 0
 
     def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
         if self.scope == "model":
@@ -292,16 +279,6 @@ class KVzip(QueryPolicy):
         at = at.where(inside, n)[:, None].expand_as(scores)
         return scores.new_zeros(*view.k.shape[:2], n + 1).scatter_(2, at, scores)[..., :n]
 
-    @classmethod
-    def at_budget(
-        cls, budget: int, n: int, num_layers: int, streaming: bool, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        if streaming:
-            raise ValueError(
-                "KVzip: eviction needs a second reading of a whole prompt, so it cannot run while a text streams in"
-            )
-        return {"budget": budget, "sinks": min(4, budget)}
-
 
 def _by_output(policy: KVzip, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
     """The scores of the query heads, [b, Hq, m], times ||W_O v||, reduced over the group: [b, Hk, m]."""
@@ -363,13 +340,8 @@ def _pass_slots(
     slot = torch.arange(held + most + t, device=device)
     own = slot - held - count
     at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
-    row, rows = torch.arange(t, device=device), _rows(count, t)
+    row, rows = torch.arange(t, device=device), rows_of_chunk(count, t)
     return at.clamp(max=n + t - 1), own < 0, torch.where(row < rows, held + count + row + 1, 0).int()
-
-
-def _rows(count: Tensor, t: int) -> Tensor:
-    """How many of the t rows of a pass count for chunks of `count` tokens: fewer for shorter chunks, none if empty."""
-    return torch.where(count > 0, t - (count.max() - count), 0)
 
 
 def _gather(k: Tensor, at: Tensor) -> Tensor:
@@ -378,24 +350,3 @@ def _gather(k: Tensor, at: Tensor) -> Tensor:
     if k.element_size() == 1:
         return k.view(torch.uint8).gather(2, index).view(k.dtype)
     return k.gather(2, index)
-
-
-def repeat_ids(policy: KVzip, ids: Tensor, valid: Tensor, first: int) -> Tensor:
-    """The tokens of the pass for the chunk that begins at token `first`: int64 [b, t].
-
-    policy: with its words. ids: int64 [b, n], left-padded. valid: int64 [b], the tokens of each row. Where a row's
-    chunk is shorter than others, its last tokens are arbitrary.
-    """
-    before = min(policy.previous, first)
-    size = min(policy.chunk, int(valid.max()) - first)
-    columns = ids.shape[1] - valid[:, None] + torch.arange(first - before, first + size, device=ids.device)
-    previous, chunk = ids.gather(1, columns.clamp(max=ids.shape[1] - 1)).split([before, size], 1)
-    instruction = policy.next_instruction if first else policy.instruction
-    told, turn = (ids.new_tensor(x).expand(len(ids), -1) for x in (instruction, policy.suffix))
-    return torch.cat((told, previous, turn, chunk), 1)
-
-
-def repeat_counts(policy: KVzip, valid: Tensor, first: int, t: int) -> Tensor:
-    """Which of the t tokens of a pass are not arbitrary: bool [b, t]. valid, first: as for `repeat_ids`."""
-    count = (valid - first).clamp(0, policy.chunk)[:, None]
-    return torch.arange(t, device=valid.device) < _rows(count, t)

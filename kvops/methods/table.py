@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .attention_matching import AttentionMatching
 from .baselines import L2, Full, Random, StreamingLLM
 from .criticalkv import CriticalKV
 from .defensivekv import DefensiveKV
@@ -22,6 +23,7 @@ from .vase import VaSE
 
 __all__ = [
     "METHODS",
+    "AttentionMatching",
     "ChunkKV",
     "CriticalKV",
     "DefensiveKV",
@@ -82,6 +84,9 @@ METHODS.update(
         "kvzip": Entry("KVzip", KVzip, "lookahead", "KVzip, Kim et al., 2025"),
         "kvzip+": Entry("KVzip+", KVzip, "lookahead", "KVzap, Jegou and Jeblick, 2026", {"plus": True}),
         "kvgrad": Entry("KVgrad", KVzip, "lookahead", "KVgrad, 2026", {"gradients": True, "chunk": 256}),
+        "attention-matching": Entry(
+            "Attention Matching", AttentionMatching, "lookahead", "Attention Matching, Zweiger et al., 2026"
+        ),
         "kvzap": Entry("KVzap", KVzap, "learned gates", "KVzap, Jegou and Jeblick, 2026", required=("gates",)),
         "keydiff": Entry("KeyDiff", KeyDiff, "keys alone", _KEYDIFF),
         "keydiff-window": Entry("KeyDiff window", KeyDiff, "keys alone", _KEYDIFF, {"recent": 0.2}),

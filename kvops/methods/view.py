@@ -78,6 +78,8 @@ class View:
         whole_prompt: A cache keeps the whole prompt (`Policy.protect`), with its padding.
         statistics: The statistics of each row's queries, if the policy needs them (`Needs.statistics`); None before a
             cache has gathered any.
+        reference: Reference queries and what they get from all keys (`AttentionMatching`).
+        values: [b, Hk, m, dv], what `move` writes in place of the values of the kept slots; None: these values.
         inputs: What the attention module was called with in the current step, if the policy needs it (`Needs.inputs`).
             Its tokens are those of the last `new` slots. A rule reads `hidden`, `token_ids` and `module`.
     """
@@ -102,6 +104,8 @@ class View:
     whole_prompt: bool = False
     statistics: OfLayer | None = None
     inputs: LayerInputs | None = None
+    reference: Any = None
+    values: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.seen < 0:

@@ -11,7 +11,7 @@ import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops import demo  # noqa: E402
 from kvops.hf.gates import LEAST  # noqa: E402
-from kvops.methods.kvzip import repeat_ids  # noqa: E402
+from kvops.methods.repeating import repeat_ids  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 from test_hf_inputs import GREEDY, watch  # noqa: E402
 

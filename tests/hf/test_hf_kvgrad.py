@@ -12,7 +12,7 @@ import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
 from kvops.hf.generation import _repeating  # noqa: E402
-from kvops.methods.kvzip import repeat_ids  # noqa: E402
+from kvops.methods.repeating import repeat_ids  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 from test_hf_inputs import GREEDY  # noqa: E402
 

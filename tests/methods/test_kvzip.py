@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import kit
 import kvops
-from kvops.methods.kvzip import repeat_ids
+from kvops.methods.repeating import repeat_ids
 from test_methods import assert_best, assert_moved, fp64
 
 pytestmark = kit.every_device

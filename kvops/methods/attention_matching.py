@@ -1,0 +1,348 @@
+"""Attention Matching: few keys with biases, and fitted values, that answer reference queries as the whole prompt does.
+
+Source: "Fast KV Compaction via Attention Matching", Zweiger et al., 2026. Decisions where paper and released code
+differ: docs/methods/attentionmatching.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..ops import window_attention
+from ..ops.api import MAX_WINDOW
+from ..ops.checks import check_finite, check_int, check_queries
+from ..ops.window import summed_scores
+from .base import Compressed, LayerSpans, Needs, Out, one_shot
+from .budgets import Budget, budget_tokens
+from .queries import Logits
+from .repeating import WORDS, RepeatPolicy, rows_of_chunk
+from .select import readable_keys
+from .view import View
+
+STEPS = 256  # of the gradient descent that fits the biases
+BLOCK = 1 << 24  # weights of rows and kept keys that are computed at a time
+#: The name of the biases in a cache's state.
+KEY_BIAS = "key_bias"
+
+
+class Matched(Compressed):
+    """The kept entries of Attention Matching; unpacks as (k, v, indices).
+
+    Attributes:
+        key_bias: fp32 [b, Hk, m], the biases of the kept keys, for `kvops.attention` and
+            `kvops.ops.window_attention`.
+    """
+
+    key_bias: Tensor
+
+    @classmethod
+    def of(cls, kept: Compressed, key_bias: Tensor) -> Matched:
+        """`kept` with biases."""
+        matched = cls(*kept)
+        matched.key_bias = key_bias
+        return matched
+
+    def transposed(self) -> Matched:
+        return Matched.of(super().transposed(), self.key_bias)
+
+
+class MatchCall(LayerSpans, Logits, total=False):
+    """The options of `AttentionMatching.compress`: `LayerSpans` and `Logits`."""
+
+
+class Reference(NamedTuple):
+    """Reference queries, and what they get from all keys of a layer."""
+
+    q: Tensor  # [b, Hq, rows, d]
+    out: Tensor  # [b, Hq, rows, dv]
+    lse: Tensor  # fp32 [b, Hq, rows]; -inf for rows that do not count
+    scale: float
+    key_bias: Tensor | None  # fp32 [b, Hk, n]: of the keys themselves
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionMatching(RepeatPolicy):
+    """Attention Matching: replaces the prompt by fewer keys with biases and fitted values, once.
+
+    What the attention over a prompt gives a query i is its output o_i and its mass m_i; with both, it can be merged
+    with the attention over any later tokens. So the kept keys, with a bias each, and their values are fitted to the
+    outputs and masses of reference queries:
+
+    ```text
+    a[i, j] = exp(scale * q_i . k_j) / m_i         m_i = sum over all j of exp(scale * q_i . k_j)
+    score   = mean, over the group's query heads, of the sum over i of a[i, j]^2             the best keys are kept
+    bias    = log w,  w = argmin of the sum over i of (sum over the kept j of a[i, j] w_j - 1)^2,  |bias| <= max_bias
+    x[i, j] = a[i, j] w_j / sum over the kept j of a[i, j] w_j
+    values  = argmin of the sum over i of |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
+    ```
+
+    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`), or any that
+    a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`) change neither keys
+    nor values.
+
+    A cache keeps the biases and attends with them (`key_bias`). Later tokens have none, and are kept. Models that cap
+    their logits are refused.
+
+    Attributes:
+        budget: See `BudgetPolicy`.
+        sinks: See `BudgetPolicy`.
+        head_mode: See `BudgetPolicy`; caches refuse "adaptive".
+        group_reduce: See `QueryPolicy`.
+        chunk: See `RepeatPolicy`.
+        previous: See `RepeatPolicy`.
+        instruction: See `RepeatPolicy`.
+        next_instruction: See `RepeatPolicy`.
+        suffix: See `RepeatPolicy`.
+        queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
+        max_bias: The largest absolute bias; 0 fits none.
+        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations.
+
+    Source: Attention Matching, Zweiger et al., 2026, Sec. 3, with "highest attention" keys.
+    """
+
+    argument: ClassVar[str] = "q_reference"
+
+    _: KW_ONLY
+    queries: int = 4096
+    max_bias: float = 3.0
+    ridge: float = 1e-3
+
+    @property
+    def needs(self) -> Needs:
+        return Needs(positions=False, model=WORDS, stage="repeat", per_slot=(KEY_BIAS,))
+
+    def check(self) -> None:
+        check_int(self.name, "queries", self.queries, 1)
+        check_finite(self.name, "max_bias", self.max_bias, 0.0)
+        check_finite(self.name, "ridge", self.ridge, 0.0)
+        super().check()
+
+    def check_cache(self, layer: int, num_layers: int) -> None:
+        if self.ragged:
+            raise ValueError(
+                f"{self.name}: a cache has biases only for heads that keep the same number of tokens, expected "
+                f"head_mode 'per_head' or 'shared', got {self.head_mode!r}"
+            )
+        super().check_cache(layer, num_layers)
+
+    def check_readers(self, readers: int) -> None:
+        if readers:
+            raise NotImplementedError(
+                f"{self.name}: the values of a layer are fitted to its own queries, expected layers that do not share "
+                f"keys, got {readers} more that read those of one layer"
+            )
+
+    @one_shot
+    def compress(  # type: ignore[override]  # the reference queries
+        self, k: Tensor, v: Tensor, q_reference: Tensor, **call: Unpack[MatchCall]
+    ) -> Matched:
+        """Replace a whole cache once by fewer entries that answer the reference queries as it does.
+
+        Args:
+            k: [b, Hk, n, d], the keys.
+            v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
+            q_reference: [b, Hq, rows, d], the reference queries, rotated like k. Each sees all valid keys.
+            **call: scale, softcap (0), sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
+                `MatchCall`, `Logits`, `LayerSpans` and `Spans`.
+
+        Returns:
+            (k, v, indices) of the kept slots, v fitted, with the biases as the attribute `key_bias`; see `Matched`.
+
+        Raises:
+            TypeError: An argument has the wrong type. Nothing has been written.
+            ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+        """
+        spans: dict[str, Any] = dict(call)
+        logits = {name: spans.pop(name) for name in Logits.__annotations__ if name in spans}
+        view, out = self._view(k, v, **spans)
+        check_queries(self.name, self.argument, q_reference, k)
+        self.check_holds(budget_tokens(self.budget, view.n), 0)
+        self._observe(view, q_reference, torch.ones_like(q_reference[:, 0, :, 0], dtype=torch.bool), logits)
+        kept = self._compress(view, out)
+        return Matched.of(kept, view.state[KEY_BIAS].gather(2, kept.indices.clamp(min=0)))
+
+    # Caches
+
+    def add_pass(
+        self,
+        passes: Tensor | None,
+        q: Tensor,
+        view: View,
+        first: int,
+        end: Tensor | int,
+        logits: dict[str, Any],
+        hidden: Tensor | None = None,
+        gradients: Tensor | None = None,
+    ) -> Tensor:
+        """The reference queries, [b, Hq, any, d]; NaN for those that do not count."""
+        self._check_logits(logits)
+        t, n = q.shape[2], view.n - q.shape[2]
+        begin = torch.zeros(len(q), dtype=torch.int64, device=q.device) if view.starts is None else view.starts
+        valid = torch.as_tensor(end, device=q.device) - begin
+        count = (valid - first).clamp(0, min(self.chunk, n - first))[:, None]
+        counts = torch.arange(t, device=q.device) < rows_of_chunk(count, t)
+        every = -(-n // self.chunk) * t  # the rows of all passes, about
+        step = max(1, -(-every // self.queries))
+        rows = torch.where(counts[:, None, :, None], q, torch.nan)[:, :, ::step]
+        return rows.clone() if passes is None else torch.cat((passes, rows), 2)
+
+    def observe_passes(self, view: View, passes: Tensor, logits: dict[str, Any]) -> None:
+        counts = ~passes.isnan().any(-1).any(1)
+        self._observe(view, passes.nan_to_num(0.0), counts, logits)
+
+    def remember(self, view: View) -> None:
+        new = torch.zeros(view.rows, view.heads, view.new, device=view.k.device)
+        before = view.state.get(KEY_BIAS)
+        view.state[KEY_BIAS] = new if before is None else torch.cat((before, new), 2)
+
+    # The rule
+
+    def _check_logits(self, logits: dict[str, Any]) -> None:
+        if softcap := logits.get("softcap"):
+            raise ValueError(f"{self.name}: softcap must be 0, because biases are not capped, got {softcap}")
+
+    def _observe(self, view: View, q: Tensor, counts: Tensor, logits: dict[str, Any]) -> None:
+        """Set the view's scores and its reference. counts: bool [b, rows], which of the queries count."""
+        self._check_logits(logits)
+        scale = logits.get("scale")
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        end = torch.as_tensor(view.end, dtype=torch.int32, device=q.device).view(-1, 1)
+        visible = torch.where(counts, end, 0).int().contiguous()
+        bias = view.state.get(KEY_BIAS)
+        out, lse = _attended(view, q, view.v, visible, scale=scale, key_bias=bias)
+        narrow = view.k[..., : 16 // view.k.element_size()]  # whose output is not used
+        squares = _attended(view, q, narrow, visible, scale=2 * scale)[1]
+        # The softmax of doubled logits, times its sum over the squared one, is the squared softmax.
+        weights = (squares - 2 * lse).exp().nan_to_num(0.0, 0.0, 0.0)
+        options: dict[str, Any] = dict(starts=view.starts, scale=2 * scale, group_reduce=self.group_reduce)
+        scores = summed_scores(q, view.k, visible, squares, row_weights=weights, **options)
+        assert scores is not None  # there is at least one row
+        view.observed = scores if bias is None else scores * (2 * bias).exp()
+        view.reference = Reference(q, out, lse, scale, bias)
+
+    def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
+        indices = super().choose(scores, view, budget, **options)
+        reference = view.reference
+        assert reference is not None  # `_observe` sets it with the scores
+        bias, view.values = fitted(self.name, view, reference, indices, self.max_bias, self.ridge)
+        none = bias.new_zeros(view.rows, view.heads, view.n + 1)
+        view.state[KEY_BIAS] = none.scatter_(2, indices.where(indices >= 0, view.n), bias)[..., : view.n]
+        return indices
+
+    def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
+        k, v = super().move(view, indices, out)
+        if view.values is not None:
+            v.copy_(view.values)
+        return k, v
+
+
+def _attended(view: View, q: Tensor, v: Tensor, visible: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The output and log-sum-exp of any number of rows. visible: int32 [b, rows]."""
+    parts = []
+    for first in range(0, max(1, q.shape[2]), MAX_WINDOW):
+        rows = slice(first, first + MAX_WINDOW)
+        limits = visible[:, rows].contiguous()
+        part = window_attention(q[:, :, rows], view.k, v, limits, starts=view.starts, scores=False, **options)
+        parts.append(part[:2])
+    out, lse = (torch.cat(x, 2) for x in zip(*parts))
+    return out, lse
+
+
+def fitted(
+    op: str, view: View, reference: Reference, indices: Tensor, max_bias: float, ridge: float
+) -> tuple[Tensor, Tensor]:
+    """Fit the biases and values of kept keys to what reference queries get from all keys.
+
+    Args:
+        op: The name in errors.
+        view: All keys and values.
+        reference: The queries.
+        indices: int64 [b, Hk, m], the kept slots; -1 for none.
+        max_bias: See `AttentionMatching`.
+        ridge: See `AttentionMatching`.
+
+    Returns:
+        The biases, fp32 [b, Hk, m]; and the values, fp32 [b, Hk, m, dv]. Slots that are padding or none have the bias
+        0 and their own value.
+    """
+    first = 0 if view.starts is None else view.starts[:, None, None]
+    end = view.end if isinstance(view.end, int) else view.end[:, None, None]
+    valid, at = (indices >= first) & (indices < end), indices.clamp(min=0)
+    keys, values = (
+        readable_keys(op, x).gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).float()
+        for x in (view.k, view.v)
+    )
+    before = 0.0 if reference.key_bias is None else reference.key_bias.gather(2, at)
+    keys = keys.masked_fill(~valid.unsqueeze(-1), 0.0)
+    (b, heads, m), group = indices.shape, reference.q.shape[1] // indices.shape[1]
+    gram = torch.zeros(b, heads, m, m, dtype=torch.float64, device=keys.device)
+    mass = torch.zeros(b, heads, m, dtype=torch.float64, device=keys.device)
+
+    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
+        """The weights a of some rows, fp32 [b, Hk, rows, m], and their outputs."""
+        q, out, lse = (
+            x.unflatten(1, (heads, group)).flatten(2, 3) for x in (reference.q, reference.out, reference.lse)
+        )
+        size = max(1, BLOCK // max(1, b * heads * m))
+        for begin in range(0, q.shape[2], size):
+            rows = slice(begin, begin + size)
+            logits = q[:, :, rows].float() @ keys.mT * reference.scale - lse[:, :, rows, None]
+            if reference.key_bias is not None:
+                logits = logits + before.unsqueeze(2)  # type: ignore[union-attr]
+            weights = logits.exp().nan_to_num(0.0, 0.0, 0.0)  # 0 for rows that do not count, whose lse is -inf
+            weights = weights.masked_fill(~valid.unsqueeze(2) | lse[:, :, rows, None].isneginf(), 0.0)
+            yield weights, out[:, :, rows].float()
+
+    for weights, _ in blocks():
+        exact = weights.double()
+        gram += exact.mT @ exact
+        mass += exact.sum(2)
+    factors = bounded_least_squares(gram, mass, math.exp(-max_bias), math.exp(max_bias))
+    gram.zero_()
+    moved = values.new_zeros(values.shape, dtype=torch.float64)
+    for weights, out in blocks():
+        shares = weights.double() * factors.unsqueeze(2)
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        counts = (shares.sum(-1, keepdim=True) > 0).double()
+        gram += shares.mT @ shares
+        moved += shares.mT @ ((out.double() - shares @ values.double()) * counts)
+    damping = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+    gram.diagonal(dim1=-2, dim2=-1).add_(damping.clamp(min=1e-12))
+    change = torch.cholesky_solve(moved, torch.linalg.cholesky(gram)).float()
+    kept = valid.unsqueeze(-1)
+    bias = factors.log().float() + before
+    return bias.where(valid, 0.0), torch.where(kept, values + change, values)
+
+
+def bounded_least_squares(gram: Tensor, target: Tensor, low: float, high: float) -> Tensor:
+    """Minimize x . gram x / 2 - target . x over low <= x <= high, by accelerated projected gradients from x = 1.
+
+    Args:
+        gram: fp64 [.., m, m], symmetric, positive semidefinite, without negative entries.
+        target: fp64 [.., m].
+        low: At least 0.
+        high: At least `low`.
+
+    Returns:
+        fp64 [.., m].
+    """
+    size = gram.diagonal(dim1=-2, dim2=-1)
+    size = size.clamp(min=1e-12).sqrt()  # the steps are those of variables whose columns have length 1
+    scaled, goal = gram / (size.unsqueeze(-1) * size.unsqueeze(-2)), target / size
+    step = 1.0 / scaled.sum(-1).amax(-1, keepdim=True).clamp(min=1e-12)  # a bound of the largest eigenvalue
+    least, most = low * size, high * size
+    x = y = size
+    speed = 1.0
+    for _ in range(STEPS):
+        gradient = (scaled @ y.unsqueeze(-1)).squeeze(-1) - goal
+        moved = torch.minimum(torch.maximum(y - step * gradient, least), most)
+        faster = (1 + math.sqrt(1 + 4 * speed * speed)) / 2
+        y, x, speed = moved + (speed - 1) / faster * (moved - x), moved, faster
+    return x / size
