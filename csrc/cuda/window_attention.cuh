@@ -520,7 +520,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
-  const KeyBias bias{w, b, h};
+  const KeyBias bias{w, head};
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
@@ -661,7 +661,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
-      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch, KeyBias{w, b, h},
+      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch, KeyBias{w, head},
                          own);
 #pragma unroll
       for (int t = 0; t < 2; ++t)

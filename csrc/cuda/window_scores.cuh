@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         if (key >= limit.most) continue;
         Products<kBlocks> x;
         multiply_all<T, kPieces>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
-                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, b, h}, key);
+                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, head}, key);
         const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         Products<kBlocks> x;
         if (seen)
           multiply_all<T, kPieces>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
-                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, b, h}, key);
+                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, head}, key);
         const bool plain =
             first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
 #pragma unroll

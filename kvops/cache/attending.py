@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..methods.kvzip import KVzip
 from ..methods.laq import LAQ
 from ..methods.queries import QueryPolicy
 from ..methods.repeating import RepeatPolicy
@@ -401,7 +400,6 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
             undone.enter_context(cache.undone_on_error())
         full = [i for i, view in enumerate(views) if view.n > policy.room(view)]
         if policy.scope == "model" and full:
-            assert isinstance(policy, KVzip)  # which has that setting
             full = list(range(len(views)))  # all or none, since they have one budget
             kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
         else:

@@ -8,7 +8,9 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..methods.attention_matching import KEY_BIAS
 from ..methods.base import IN_PLACE, BudgetPolicy, Out, Policy
 from ..methods.budgets import budget_tokens
 from ..methods.queries import QueryPolicy
@@ -456,8 +458,8 @@ class Cache:
             return self._reading.attention(q, self._read_since, **options)
         if self._released:
             raise RuntimeError(f"{self.name}: expected attention() or read() before release(), got one after it")
-        if self._kept is not None and "key_bias" in self.policy.needs.per_slot:  # biases are 0 before an eviction
-            options = {**options, "key_bias": self.state["key_bias"]}
+        if self._kept is not None and KEY_BIAS in self.policy.needs.per_slot:  # biases are 0 before an eviction
+            options = {**options, "key_bias": self.state[KEY_BIAS]}
         out, lse, _ = attention(q, k_step, v_step, starts=self._step_pads, **options)
         return out, lse
 
@@ -713,8 +715,13 @@ class Cache:
         kept = indices.gather(2, order).where(self._kept >= 0, -1)
         for name in self.policy.needs.per_slot:
             view.state[name] = view.state[name].gather(2, kept.clamp(min=0))
+        v = view.v
+        if view.values is not None:  # of the slots in `indices`
+            at = indices.where(valid, view.n).unsqueeze(-1).expand_as(view.values)
+            v = pad(v, (0, 0, 0, 1)).scatter_(2, at, view.values.to(v.dtype))[:, :, : view.n]
+        bias = view.state[KEY_BIAS] if KEY_BIAS in self.policy.needs.per_slot else None
         # A compressed prompt takes memory of its own size, as in `Memory`, until the next token comes.
-        self._ragged = Ragged.of(view.k, view.v, kept, spare=view.new == 1)
+        self._ragged = Ragged.of(view.k, v, kept, spare=view.new == 1, bias=bias)
         self._memory = self.pads = None
         self._length, self.seen, self._evicted_at = self._ragged.longest, view.seen, view.seen
         self.state = view.state

@@ -24,6 +24,7 @@ class Ragged:
 
     Attributes:
         k: [pages, 1, PAGE, d]; v: [pages, 1, PAGE, dv].
+        bias: fp32 [pages, 1, PAGE], the biases of the keys; None: they have none.
         counts: int64 [b, Hk], the slots that each row held when the memory was made. All rows have got equally many
             since then; methods take this number as `since`.
         room: How many tokens fit into each row after these.
@@ -33,14 +34,21 @@ class Ragged:
         shared: Whether another cache reads the same memory, so that neither may write to it.
     """
 
-    __slots__ = tuple("k v counts room longest mean table shared _first _next _visible _host".split())
+    __slots__ = tuple("k v bias counts room longest mean table shared _first _next _visible _host".split())
 
     def __init__(
-        self, k: Tensor, v: Tensor, counts: Tensor, room: int | None = None, host: list[list[int]] | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        counts: Tensor,
+        room: int | None = None,
+        host: list[list[int]] | None = None,
+        biased: bool = False,
     ):
         """Allocate rows for `counts` slots, int64 [b, Hk], and `room` more, like those of k and v, [.., d].
 
         room: None: spare slots for the mean. host: the counts on the host, without which this waits for the device.
+        biased: Whether the keys have biases, which are 0 at first.
         """
         self._host = counts.tolist() if host is None else host
         every = [x for row in self._host for x in row]
@@ -49,6 +57,7 @@ class Ragged:
         self.room = spare_slots(self.mean) if room is None else room
         held = [-(-(x + self.room) // PAGE) for x in every]
         self.k, self.v = (x.new_empty(sum(held), 1, PAGE, x.shape[-1]) for x in (k, v))
+        self.bias = k.new_zeros(sum(held), 1, PAGE, dtype=torch.float32) if biased else None
         self.counts, self.shared = counts, False
         pages = -(-(counts.flatten() + self.room) // PAGE)
         first = pages.cumsum(0) - pages
@@ -61,17 +70,19 @@ class Ragged:
         self._visible = counts.view(-1, 1).int()
 
     @staticmethod
-    def of(k: Tensor, v: Tensor, indices: Tensor, spare: bool) -> Ragged:
+    def of(k: Tensor, v: Tensor, indices: Tensor, spare: bool, bias: Tensor | None = None) -> Ragged:
         """Copy the slots `indices`, int64 [b, Hk, m] with -1 last, of k and v, [b, Hk, n, d].
 
-        spare: Allocate spare slots at once, not with the next token.
+        spare: Allocate spare slots at once, not with the next token. bias: fp32 [b, Hk, m], of the keys at `indices`.
         """
         kept = indices >= 0
         counts = kept.sum(-1)
-        memory = Ragged(k, v, counts, None if spare else 0)
+        memory = Ragged(k, v, counts, None if spare else 0, biased=bias is not None)
         b, h, slot = kept.nonzero(as_tuple=True)
-        at = b, h, indices[kept]
-        memory._write(memory._first[b * k.shape[1] + h] + slot, _bytes(k)[at], _bytes(v)[at])
+        at, to = (b, h, indices[kept]), memory._first[b * k.shape[1] + h] + slot
+        memory._write(to, _bytes(k)[at], _bytes(v)[at])
+        if memory.bias is not None and bias is not None:
+            memory.bias.view(-1)[to] = bias[kept]
         return memory
 
     @property
@@ -103,9 +114,9 @@ class Ragged:
     def rows(self, rows: Tensor | None, since: int, room: int) -> Ragged:
         """Copy some rows of the batch, int64 [any], to memory of their own with this room. rows: None: all rows."""
         if rows is None:
-            twin, first = Ragged(self.k, self.v, self.counts, room, self._host), self._first
+            twin, first = Ragged(self.k, self.v, self.counts, room, self._host, self.bias is not None), self._first
         else:
-            twin = Ragged(self.k, self.v, self.counts[rows], room)
+            twin = Ragged(self.k, self.v, self.counts[rows], room, biased=self.bias is not None)
             first = self._first.view_as(self.counts)[rows].flatten()
         held, total = twin.lengths(since), sum(twin.host_lengths(since))
         row = torch.arange(len(held), device=held.device).repeat_interleave(held, output_size=total)
@@ -113,6 +124,8 @@ class Ragged:
         old, new = first[row] + slot, twin._first[row] + slot
         for pool, x in ((twin.k, self.k), (twin.v, self.v)):
             _slots(pool)[new] = _slots(x)[old]
+        if twin.bias is not None and self.bias is not None:
+            twin.bias.view(-1)[new] = self.bias.view(-1)[old]
         return twin
 
     def columns(self, since: int, last: int = 0) -> Tensor:
@@ -146,13 +159,11 @@ class Ragged:
         fp32 [b, Hq, t].
         """
         t, rows = q.shape[2], self.by_row(q)
-        parts = []
+        parts, options = [], {**options, "block_table": self.table, "key_bias": self.bias}
         for begin in range(0, t, MAX_WINDOW):
             end = min(t, begin + MAX_WINDOW)
             visible = self.visible(since - t + end, end - begin)
-            part = window_attention(
-                rows[:, :, begin:end], self.k, self.v, visible, scores=False, block_table=self.table, **options
-            )
+            part = window_attention(rows[:, :, begin:end], self.k, self.v, visible, scores=False, **options)
             parts.append(part[:2])
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts))
         out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])

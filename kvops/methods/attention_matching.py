@@ -27,7 +27,8 @@ from .select import readable_keys
 from .view import View
 
 STEPS = 256  # of the gradient descent that fits the biases
-BLOCK = 1 << 24  # weights of rows and kept keys that are computed at a time
+BLOCK = 1 << 23  # weights of rows and kept keys that are computed at a time
+GRAM = 1 << 26  # entries of the normal equations that are held at a time
 #: The name of the biases in a cache's state.
 KEY_BIAS = "key_bias"
 
@@ -93,7 +94,8 @@ class AttentionMatching(RepeatPolicy):
     Attributes:
         budget: See `BudgetPolicy`.
         sinks: See `BudgetPolicy`.
-        head_mode: See `BudgetPolicy`; caches refuse "adaptive".
+        head_mode: See `BudgetPolicy`.
+        scope: See `RepeatPolicy`.
         group_reduce: See `QueryPolicy`.
         chunk: See `RepeatPolicy`.
         previous: See `RepeatPolicy`.
@@ -123,14 +125,6 @@ class AttentionMatching(RepeatPolicy):
         check_finite(self.name, "max_bias", self.max_bias, 0.0)
         check_finite(self.name, "ridge", self.ridge, 0.0)
         super().check()
-
-    def check_cache(self, layer: int, num_layers: int) -> None:
-        if self.ragged:
-            raise ValueError(
-                f"{self.name}: a cache has biases only for heads that keep the same number of tokens, expected "
-                f"head_mode 'per_head' or 'shared', got {self.head_mode!r}"
-            )
-        super().check_cache(layer, num_layers)
 
     def check_readers(self, readers: int) -> None:
         if readers:
@@ -275,50 +269,69 @@ def fitted(
     first = 0 if view.starts is None else view.starts[:, None, None]
     end = view.end if isinstance(view.end, int) else view.end[:, None, None]
     valid, at = (indices >= first) & (indices < end), indices.clamp(min=0)
-    keys, values = (
-        readable_keys(op, x).gather(2, at.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])).float()
-        for x in (view.k, view.v)
-    )
-    before = 0.0 if reference.key_bias is None else reference.key_bias.gather(2, at)
-    keys = keys.masked_fill(~valid.unsqueeze(-1), 0.0)
     (b, heads, m), group = indices.shape, reference.q.shape[1] // indices.shape[1]
-    gram = torch.zeros(b, heads, m, m, dtype=torch.float64, device=keys.device)
-    mass = torch.zeros(b, heads, m, dtype=torch.float64, device=keys.device)
+    keys, values = (readable_keys(op, x) for x in (view.k, view.v))
+    q, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in (reference.q, reference.out, reference.lse))
+    before = None if reference.key_bias is None else reference.key_bias.gather(2, at)
+    biases, changed = [], []
+    size = max(1, GRAM // max(1, b * m * m))
+    for begin in range(0, heads, size):
+        own = slice(begin, begin + size)
+        k, v = (x[:, own].gather(2, at[:, own, :, None].expand(-1, -1, -1, x.shape[3])).float() for x in (keys, values))
+        logits = Rows(q[:, own], out[:, own], lse[:, own], reference.scale, None if before is None else before[:, own])
+        bias, change = _fit(k, v, valid[:, own], logits, max_bias, ridge)
+        biases.append(bias if before is None else bias + before[:, own])
+        changed.append(torch.where(valid[:, own, :, None], v + change, v))
+    return torch.cat(biases, 1).where(valid, 0.0), torch.cat(changed, 1)
 
-    def blocks() -> Iterator[tuple[Tensor, Tensor]]:
-        """The weights a of some rows, fp32 [b, Hk, rows, m], and their outputs."""
-        q, out, lse = (
-            x.unflatten(1, (heads, group)).flatten(2, 3) for x in (reference.q, reference.out, reference.lse)
-        )
-        size = max(1, BLOCK // max(1, b * heads * m))
-        for begin in range(0, q.shape[2], size):
+
+class Rows(NamedTuple):
+    """The reference queries of some KV heads, those of a group one after the other; see `Reference`."""
+
+    q: Tensor  # [b, Hk, rows, d]
+    out: Tensor  # [b, Hk, rows, dv]
+    lse: Tensor  # fp32 [b, Hk, rows]
+    scale: float
+    key_bias: Tensor | None  # fp32 [b, Hk, m], of the kept keys
+
+    def weights(self, keys: Tensor, valid: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """The weights of kept keys for blocks of rows, fp64 [b, Hk, block, m], and the rows' outputs.
+
+        They are 0 for keys that are not valid and for rows that do not count.
+        """
+        size = max(1, BLOCK // max(1, valid.numel()))
+        for begin in range(0, self.q.shape[2], size):
             rows = slice(begin, begin + size)
-            logits = q[:, :, rows].float() @ keys.mT * reference.scale - lse[:, :, rows, None]
-            if reference.key_bias is not None:
-                logits = logits + before.unsqueeze(2)  # type: ignore[union-attr]
-            weights = logits.exp().nan_to_num(0.0, 0.0, 0.0)  # 0 for rows that do not count, whose lse is -inf
-            weights = weights.masked_fill(~valid.unsqueeze(2) | lse[:, :, rows, None].isneginf(), 0.0)
-            yield weights, out[:, :, rows].float()
+            lse = self.lse[:, :, rows, None]
+            logits = self.q[:, :, rows].float() @ keys.mT * self.scale - lse
+            if self.key_bias is not None:
+                logits = logits + self.key_bias.unsqueeze(2)
+            counts = valid.unsqueeze(2) & ~lse.isneginf()
+            yield logits.exp().nan_to_num(0.0, 0.0, 0.0).where(counts, 0.0).double(), self.out[:, :, rows].double()
 
-    for weights, _ in blocks():
-        exact = weights.double()
-        gram += exact.mT @ exact
-        mass += exact.sum(2)
+
+def _fit(keys: Tensor, values: Tensor, valid: Tensor, rows: Rows, max_bias: float, ridge: float) -> tuple[Tensor, ...]:
+    """The biases of some heads, fp32 [b, Hk, m], and the changes of their values, fp32 [b, Hk, m, dv]."""
+    b, heads, m = valid.shape
+    gram = torch.zeros(b, heads, m, m, dtype=torch.float64, device=keys.device)
+    mass = gram.new_zeros(b, heads, m)
+    keys = keys.masked_fill(~valid.unsqueeze(-1), 0.0)
+    for weights, _ in rows.weights(keys, valid):
+        gram += weights.mT @ weights
+        mass += weights.sum(2)
     factors = bounded_least_squares(gram, mass, math.exp(-max_bias), math.exp(max_bias))
     gram.zero_()
-    moved = values.new_zeros(values.shape, dtype=torch.float64)
-    for weights, out in blocks():
-        shares = weights.double() * factors.unsqueeze(2)
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        counts = (shares.sum(-1, keepdim=True) > 0).double()
+    missing = gram.new_zeros(values.shape)
+    for weights, out in rows.weights(keys, valid):
+        shares = weights * factors.unsqueeze(2)
+        total = shares.sum(-1, keepdim=True)
+        shares = torch.where(total > 0, shares / total, 0.0)
         gram += shares.mT @ shares
-        moved += shares.mT @ ((out.double() - shares @ values.double()) * counts)
-    damping = ridge * gram.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-    gram.diagonal(dim1=-2, dim2=-1).add_(damping.clamp(min=1e-12))
-    change = torch.cholesky_solve(moved, torch.linalg.cholesky(gram)).float()
-    kept = valid.unsqueeze(-1)
-    bias = factors.log().float() + before
-    return bias.where(valid, 0.0), torch.where(kept, values + change, values)
+        missing += shares.mT @ (out - shares @ values.double())
+    size = gram.diagonal(dim1=-2, dim2=-1)
+    size += (ridge * size.mean(-1, keepdim=True)).clamp(min=1e-12)
+    change = torch.cholesky_solve(missing, torch.linalg.cholesky(gram))
+    return factors.log().float(), change.float()
 
 
 def bounded_least_squares(gram: Tensor, target: Tensor, low: float, high: float) -> Tensor:

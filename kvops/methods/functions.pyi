@@ -7,6 +7,7 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import Unpack
 
+from kvops.methods.attention_matching import MatchCall, Matched
 from kvops.methods.base import Compressed, LayerSpans, Policy
 from kvops.methods.gates import Gates
 from kvops.methods.kvzip import RepeatCall
@@ -15,6 +16,8 @@ from kvops.methods.statistics import QueryStatistics
 from kvops.ops.rope import Rope
 
 __all__ = [
+    "attentionmatching_compress",
+    "attentionmatching_compress_",
     "chunkkv_compress",
     "chunkkv_compress_",
     "criticalkv_compress",
@@ -60,6 +63,119 @@ __all__ = [
     "vase_compress",
     "vase_compress_",
 ]
+
+def attentionmatching_compress(
+    k: Tensor,
+    v: Tensor,
+    q_reference: Tensor,
+    budget: int | float | Tensor,
+    *,
+    sinks: int = 4,
+    head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
+    group_reduce: Literal["mean", "max", "sum"] = "mean",
+    scope: Literal["layer", "model"] = "layer",
+    chunk: int = 2048,
+    previous: int = 8,
+    instruction: tuple[int, ...] | None = None,
+    next_instruction: tuple[int, ...] | None = None,
+    suffix: tuple[int, ...] | None = None,
+    queries: int = 4096,
+    max_bias: float = 3.0,
+    ridge: float = 0.001,
+    **call: Unpack[MatchCall],
+) -> Matched:
+    """Attention Matching: replaces the prompt by fewer keys with biases and fitted values, once.
+
+    `kvops.AttentionMatching` with these settings in one call of `compress`, which ignores settings of caches.
+
+    What the attention over a prompt gives a query i is its output o_i and its mass m_i; with both, it can be merged
+    with the attention over any later tokens. So the kept keys, with a bias each, and their values are fitted to the
+    outputs and masses of reference queries:
+
+    ```text
+    a[i, j] = exp(scale * q_i . k_j) / m_i         m_i = sum over all j of exp(scale * q_i . k_j)
+    score   = mean, over the group's query heads, of the sum over i of a[i, j]^2             the best keys are kept
+    bias    = log w,  w = argmin of the sum over i of (sum over the kept j of a[i, j] w_j - 1)^2,  |bias| <= max_bias
+    x[i, j] = a[i, j] w_j / sum over the kept j of a[i, j] w_j
+    values  = argmin of the sum over i of |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
+    ```
+
+    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`), or any that
+    a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`) change neither keys
+    nor values.
+
+    Args:
+        k: [b, Hk, n, d], the keys.
+        v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
+        q_reference: [b, Hq, rows, d], the reference queries, rotated like k. Each sees all valid keys.
+        budget: Tokens to keep (int), or a fraction in (0, 1] of the valid slots (float), rounded down, at least 1. In a
+            cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
+            (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
+            -1.
+        sinks: First tokens that are always kept; they count towards the budget.
+        head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
+            mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
+            Heads of a cache then differ in length, which needs the library's attention.
+        shares: With head_mode="adaptive" fixed shares in place of those by scores: floating point [layers that evict,
+            Hk], finite and at least 0, or the path of a file that `kvops.save_shares` wrote (`kvops.hf.head_shares`
+            measures them). Each head keeps the tokens that are always kept, and its share, over the mean of all shares,
+            of the rest of the budget, rounded. It keeps at least 1 token and at most all; what it cannot use goes to
+            the other heads of the model, in proportion to their shares; a head without a share gets none of it. A
+            fractional budget counts padding too. Single calls need `layer` and `num_layers`.
+        group_reduce: How the scores of the query heads of a KV head are reduced to one: "mean", "max" or "sum".
+        scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
+            keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
+            without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
+        chunk: How many tokens of the prompt a pass repeats.
+        previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
+        instruction: The token ids of the instruction of the first pass. None: not given yet.
+        next_instruction: The token ids of the instruction of each later pass, or None.
+        suffix: The token ids between them and the chunk, or None: with a chat model, those that end the user's turn and
+            begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
+            () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
+            caller runs the passes.
+        queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
+        max_bias: The largest absolute bias; 0 fits none.
+        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations.
+        **call: scale, softcap (0), sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
+            `MatchCall`, `Logits`, `LayerSpans` and `Spans`.
+
+    Returns:
+        (k, v, indices) of the kept slots, v fitted, with the biases as the attribute `key_bias`; see `Matched`.
+
+    Raises:
+        TypeError: An argument has the wrong type. Nothing has been written.
+        ValueError: An argument has the wrong shape, dtype, device, layout or value. Nothing has been written.
+
+    Source: Attention Matching, Zweiger et al., 2026, Sec. 3, with "highest attention" keys.
+    """
+
+def attentionmatching_compress_(
+    k: Tensor,
+    v: Tensor,
+    q_reference: Tensor,
+    budget: int | float | Tensor,
+    *,
+    sinks: int = 4,
+    head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
+    shares: Tensor | str | Path | None = None,
+    group_reduce: Literal["mean", "max", "sum"] = "mean",
+    scope: Literal["layer", "model"] = "layer",
+    chunk: int = 2048,
+    previous: int = 8,
+    instruction: tuple[int, ...] | None = None,
+    next_instruction: tuple[int, ...] | None = None,
+    suffix: tuple[int, ...] | None = None,
+    queries: int = 4096,
+    max_bias: float = 3.0,
+    ridge: float = 0.001,
+    **call: Unpack[MatchCall],
+) -> Matched:
+    """`attentionmatching_compress` in place: moves the kept slots to the front of k and v, and returns views of them.
+
+    Takes the arguments of `attentionmatching_compress` except `out`.
+    """
 
 def chunkkv_compress(
     k: Tensor,
@@ -782,14 +898,14 @@ def kvzip_compress(
     shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
-    plus: bool = False,
-    gradients: bool = False,
-    w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,
     next_instruction: tuple[int, ...] | None = None,
     suffix: tuple[int, ...] | None = None,
+    plus: bool = False,
+    gradients: bool = False,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """KVzip: keeps the whole prompt until the model has read it a second time, which shows what the prompt needs.
@@ -857,10 +973,6 @@ def kvzip_compress(
         scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
             keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
             without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
-        plus: The scores of KVzip+.
-        gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
-            forward and one backward for each pass, through torch's attention.
-        w_o: With plus=True or gradients=True the weights of the output projection; see `CriticalKV`.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -869,6 +981,10 @@ def kvzip_compress(
             begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
+        plus: The scores of KVzip+.
+        gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
+            forward and one backward for each pass, through torch's attention.
+        w_o: With plus=True or gradients=True the weights of the output projection; see `CriticalKV`.
         **call: hidden_repeat, gradients_repeat, scale, softcap, sink_logits, starts, lengths, fill_invalid, out,
             layout, layer, num_layers; see `RepeatCall`, `Logits`, `LayerSpans` and `Spans`.
 
@@ -896,14 +1012,14 @@ def kvzip_compress_(
     shares: Tensor | str | Path | None = None,
     group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
-    plus: bool = False,
-    gradients: bool = False,
-    w_o: Tensor | Sequence[Tensor] | None = None,
     chunk: int = 2048,
     previous: int = 8,
     instruction: tuple[int, ...] | None = None,
     next_instruction: tuple[int, ...] | None = None,
     suffix: tuple[int, ...] | None = None,
+    plus: bool = False,
+    gradients: bool = False,
+    w_o: Tensor | Sequence[Tensor] | None = None,
     **call: Unpack[RepeatCall],
 ) -> Compressed:
     """`kvzip_compress` in place: moves the kept slots to the front of k and v, and returns views of them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,21 +17,17 @@ from typing_extensions import Unpack
 from ..ops.api import Reduce
 from ..ops.checks import (
     check_bool,
-    check_choice,
     check_hidden,
     check_queries,
     inference_only,
 )
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, one_shot
-from .budgets import Budget, budget_tokens
+from .budgets import budget_tokens
 from .projection import Projection, output_norms
 from .queries import Logits
 from .repeating import WORDS, RepeatPolicy, rows_of_chunk
 from .view import View
-
-Scope = Literal["layer", "model"]
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 class RepeatCall(LayerSpans, Logits, total=False):
@@ -88,9 +84,7 @@ class KVzip(RepeatPolicy):
         budget: See `BudgetPolicy`.
         sinks: First tokens that are always kept. They also take part in the softmax of the passes for later chunks.
         head_mode: See `BudgetPolicy`.
-        scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
-            keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
-            without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
+        scope: See `RepeatPolicy`.
         group_reduce: See `QueryPolicy`.
         plus: The scores of KVzip+.
         gradients: The scores of KVgrad, whose chunks have 256 tokens. `kvops.hf` computes the gradients: one more
@@ -111,7 +105,6 @@ class KVzip(RepeatPolicy):
 
     _: KW_ONLY
     group_reduce: Reduce = "max"
-    scope: Scope = "layer"
     plus: bool = False
     gradients: bool = False
     w_o: Projection | None = field(default=None, repr=False)
@@ -122,18 +115,10 @@ class KVzip(RepeatPolicy):
         return Needs(positions=False, model=model, stage="repeat", inputs=self.plus)
 
     def check(self) -> None:
-        check_choice(self.name, "scope", self.scope, SCOPES)
         check_bool(self.name, "plus", self.plus)
         check_bool(self.name, "gradients", self.gradients)
         if self.plus and self.gradients:
             raise ValueError(f"{self.name}: plus and gradients both weight the rows, expected one, got both")
-        if self.scope == "model" and self.head_mode != "adaptive":
-            raise ValueError(
-                f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
-                f"{self.head_mode!r}"
-            )
-        if self.scope == "model" and self.shares is not None:
-            raise ValueError(f"{self.name}: shares and scope='model' both divide the budget, expected one, got both")
         super().check()
 
     def add_pass(
@@ -162,24 +147,6 @@ class KVzip(RepeatPolicy):
                 f"gradients=True; expected layers that do not share keys, got {readers} more that read those of one "
                 "layer; use plus=False"
             )
-
-    def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
-        if self.scope == "model":
-            raise ValueError(
-                f"{self.name}: with scope='model' the heads of all layers share a budget, but this is the eviction of "
-                "one; use kvops.hf, or scope='layer'"
-            )
-        return super().choose(scores, view, budget, **options)
-
-    def of_layers(self, views: Sequence[View]) -> list[KVzip]:
-        """With scope="model": the policy of each layer, with the budgets of its heads. views: with `observed`."""
-        first = views[0]
-        scores = torch.cat([x.seen_by_queries.to(first.k.device) for x in views], 1)
-        none = first.k.new_empty(*scores.shape, 0)
-        shares = self._shares(scores, replace(first, k=none, v=none), self.room(first), 0, floor=0.0)
-        heads = [x.heads for x in views]
-        budgets = [x.to(view.k.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
-        return [replace(self, budget=x, head_mode="per_head", scope="layer") for x in budgets]
 
     @one_shot
     def compress(  # type: ignore[override]  # the queries and keys of the passes

@@ -7,17 +7,22 @@ needed for.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from ..ops.checks import check_int, check_token_ids
+from ..ops.checks import check_choice, check_int, check_token_ids
 from .base import Needs
+from .budgets import Budget
 from .queries import QueryPolicy
 from .view import View
 
+Scope = Literal["layer", "model"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 #: The settings that a tokenizer makes.
 WORDS = ("instruction", "next_instruction", "suffix")
 
@@ -31,6 +36,9 @@ class RepeatPolicy(QueryPolicy):
         sinks: See `BudgetPolicy`.
         head_mode: See `BudgetPolicy`.
         group_reduce: See `QueryPolicy`.
+        scope: Which heads share a budget with head_mode="adaptive": those of a "layer", or of the whole "model", which
+            keeps its highest scores in whichever layers and heads they are. The budget is then the mean over all heads,
+            without the floor of `kvops.head_budgets`, and only `kvops.hf` evicts.
         chunk: How many tokens of the prompt a pass repeats.
         previous: How many of the tokens before its chunk a pass reads between instruction and chunk.
         instruction: The token ids of the instruction of the first pass. None: not given yet.
@@ -41,11 +49,11 @@ class RepeatPolicy(QueryPolicy):
             caller runs the passes.
     """
 
-    scope = "layer"
     gradients = False  # whether passes need the gradients of their rows
 
     _: KW_ONLY
     sinks: int = 4
+    scope: Scope = "layer"
     chunk: int = 2048
     previous: int = 8
     instruction: tuple[int, ...] | None = None
@@ -57,6 +65,14 @@ class RepeatPolicy(QueryPolicy):
         return Needs(positions=False, model=WORDS, stage="repeat")
 
     def check(self) -> None:
+        check_choice(self.name, "scope", self.scope, SCOPES)
+        if self.scope == "model" and self.head_mode != "adaptive":
+            raise ValueError(
+                f"{self.name}: with scope='model' the heads share a budget, expected head_mode='adaptive', got "
+                f"{self.head_mode!r}"
+            )
+        if self.scope == "model" and self.shares is not None:
+            raise ValueError(f"{self.name}: shares and scope='model' both divide the budget, expected one, got both")
         check_int(self.name, "chunk", self.chunk, 1)
         check_int(self.name, "previous", self.previous, 0)
         for name in WORDS:
@@ -110,6 +126,24 @@ class RepeatPolicy(QueryPolicy):
 
     def rows(self, view: View) -> int:
         return 0
+
+    def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
+        if self.scope == "model":
+            raise ValueError(
+                f"{self.name}: with scope='model' the heads of all layers share a budget, but this is the eviction of "
+                "one; use kvops.hf, or scope='layer'"
+            )
+        return super().choose(scores, view, budget, **options)
+
+    def of_layers(self, views: Sequence[View]) -> list[Self]:
+        """With scope="model": the policy of each layer, with the budgets of its heads. views: with `observed`."""
+        first = views[0]
+        scores = torch.cat([x.seen_by_queries.to(first.k.device) for x in views], 1)
+        none = first.k.new_empty(*scores.shape, 0)
+        shares = self._shares(scores, replace(first, k=none, v=none), self.room(first), 0, floor=0.0)
+        heads = [x.heads for x in views]
+        budgets = [x.to(view.k.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
+        return [replace(self, budget=x, head_mode="per_head", scope="layer") for x in budgets]
 
     @classmethod
     def at_budget(
