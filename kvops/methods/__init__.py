@@ -10,6 +10,7 @@ from .protokv import lsh_projection
 from .queries import ObservedPolicy, QueryPolicy, WindowPolicy
 from .recall_metric import recall
 from .registry import policy
+from .repeating import RepeatPolicy
 from .shares import save_shares
 from .snapkv import pyramidkv_budgets
 from .statistics import CalibratedPolicy, QueryStatistics, trig_centers
@@ -28,6 +29,7 @@ __all__ = [
     "Policy",
     "QueryPolicy",
     "QueryStatistics",
+    "RepeatPolicy",
     "View",
     "WindowPolicy",
     "entropy_budgets",

@@ -26,6 +26,7 @@ from .repeating import WORDS, RepeatPolicy, rows_of_chunk
 from .select import readable_keys
 from .view import View
 
+LEAST_RIDGE = 1e-6  # so that the sums, which are in fp32, stay positive definite
 STEPS = 256  # of the gradient descent that fits the biases
 BLOCK = 1 << 23  # weights of rows and kept keys that are computed at a time
 GRAM = 1 << 26  # entries of the normal equations that are held at a time
@@ -104,7 +105,8 @@ class AttentionMatching(RepeatPolicy):
         suffix: See `RepeatPolicy`.
         queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
         max_bias: The largest absolute bias; 0 fits none.
-        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations.
+        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations, at least
+            1e-6.
 
     Source: Attention Matching, Zweiger et al., 2026, Sec. 3, with "highest attention" keys.
     """
@@ -123,7 +125,7 @@ class AttentionMatching(RepeatPolicy):
     def check(self) -> None:
         check_int(self.name, "queries", self.queries, 1)
         check_finite(self.name, "max_bias", self.max_bias, 0.0)
-        check_finite(self.name, "ridge", self.ridge, 0.0)
+        check_finite(self.name, "ridge", self.ridge, LEAST_RIDGE)
         super().check()
 
     def check_readers(self, readers: int) -> None:
@@ -295,56 +297,54 @@ class Rows(NamedTuple):
     key_bias: Tensor | None  # fp32 [b, Hk, m], of the kept keys
 
     def weights(self, keys: Tensor, valid: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The weights of kept keys for blocks of rows, fp64 [b, Hk, block, m], and the rows' outputs.
+        """The weights of kept keys for blocks of rows, fp32 [b, Hk, block, m], and the rows' outputs.
 
         They are 0 for keys that are not valid and for rows that do not count.
         """
         size = max(1, BLOCK // max(1, valid.numel()))
         for begin in range(0, self.q.shape[2], size):
             rows = slice(begin, begin + size)
-            lse = self.lse[:, :, rows, None]
-            logits = self.q[:, :, rows].float() @ keys.mT * self.scale - lse
+            logits = (self.q[:, :, rows].float() * self.scale) @ keys.mT
+            logits -= self.lse[:, :, rows, None]  # infinity in rows that do not count
             if self.key_bias is not None:
-                logits = logits + self.key_bias.unsqueeze(2)
-            counts = valid.unsqueeze(2) & ~lse.isneginf()
-            yield logits.exp().nan_to_num(0.0, 0.0, 0.0).where(counts, 0.0).double(), self.out[:, :, rows].double()
+                logits += self.key_bias.unsqueeze(2)
+            yield logits.exp_().nan_to_num_(0.0, 0.0, 0.0).mul_(valid.unsqueeze(2)), self.out[:, :, rows].float()
 
 
 def _fit(keys: Tensor, values: Tensor, valid: Tensor, rows: Rows, max_bias: float, ridge: float) -> tuple[Tensor, ...]:
     """The biases of some heads, fp32 [b, Hk, m], and the changes of their values, fp32 [b, Hk, m, dv]."""
     b, heads, m = valid.shape
-    gram = torch.zeros(b, heads, m, m, dtype=torch.float64, device=keys.device)
-    mass = gram.new_zeros(b, heads, m)
+    gram, mass = keys.new_zeros(b, heads, m, m), keys.new_zeros(b, heads, m)
     keys = keys.masked_fill(~valid.unsqueeze(-1), 0.0)
     for weights, _ in rows.weights(keys, valid):
         gram += weights.mT @ weights
         mass += weights.sum(2)
     factors = bounded_least_squares(gram, mass, math.exp(-max_bias), math.exp(max_bias))
     gram.zero_()
-    missing = gram.new_zeros(values.shape)
+    missing = torch.zeros_like(values)
     for weights, out in rows.weights(keys, valid):
-        shares = weights * factors.unsqueeze(2)
-        total = shares.sum(-1, keepdim=True)
-        shares = torch.where(total > 0, shares / total, 0.0)
+        shares = weights.mul_(factors.unsqueeze(2))
+        shares /= shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         gram += shares.mT @ shares
-        missing += shares.mT @ (out - shares @ values.double())
-    size = gram.diagonal(dim1=-2, dim2=-1)
+        missing += shares.mT @ (out - shares @ values)
+    damped = gram.double()
+    size = damped.diagonal(dim1=-2, dim2=-1)
     size += (ridge * size.mean(-1, keepdim=True)).clamp(min=1e-12)
-    change = torch.cholesky_solve(missing, torch.linalg.cholesky(gram))
-    return factors.log().float(), change.float()
+    change = torch.cholesky_solve(missing.double(), torch.linalg.cholesky(damped))
+    return factors.log(), change.float()
 
 
 def bounded_least_squares(gram: Tensor, target: Tensor, low: float, high: float) -> Tensor:
     """Minimize x . gram x / 2 - target . x over low <= x <= high, by accelerated projected gradients from x = 1.
 
     Args:
-        gram: fp64 [.., m, m], symmetric, positive semidefinite, without negative entries.
-        target: fp64 [.., m].
+        gram: [.., m, m], fp32 or fp64, symmetric, positive semidefinite, without negative entries.
+        target: [.., m].
         low: At least 0.
         high: At least `low`.
 
     Returns:
-        fp64 [.., m].
+        [.., m].
     """
     size = gram.diagonal(dim1=-2, dim2=-1)
     size = size.clamp(min=1e-12).sqrt()  # the steps are those of variables whose columns have length 1

@@ -44,6 +44,8 @@ def queries(policy: kvops.Policy, q: torch.Tensor, n: int) -> tuple[tuple, dict]
         if policy.gradients:
             given = dict(gradients_repeat=q[:, 0, :n, 0].abs())
         return (q[:, :, :n],), dict(k_repeat=q[:, ::2, :n] + 1, **given)
+    if isinstance(policy, kvops.AttentionMatching):
+        return (q[:, :, :30],), {}
     if isinstance(policy, kvops.KVzap):
         return (q[:, 0],), {}
     if isinstance(policy, kvops.LAQ):
@@ -62,14 +64,14 @@ def test_one_shot(policy, firsts, layer):
     inside = torch.stack([(torch.arange(N) >= s) & (torch.arange(N) < s + n) for s, n in zip(firsts, ROWS)])
     padded = (x.masked_fill(~inside[:, None, :, None], torch.nan) for x in (k, v))
     rows = [slice(s, s + n) for s, n in zip(firsts, ROWS)]
-    own = q  # all rows of H2O's and KVzip's queries
-    if not isinstance(policy, (kvops.H2O, kvops.KVzip, kvops.KVzap)):  # the queries of each row's last tokens
+    own = q  # all rows of the queries of H2O and of second readings
+    if not isinstance(policy, (kvops.H2O, kvops.RepeatPolicy, kvops.KVzap)):  # the queries of each row's last tokens
         own = torch.stack([pad(q[i, :, row], (0, 0, N - n, 0)) for i, (row, n) in enumerate(zip(rows, ROWS))])
     given, options = queries(policy, own, N)
     spans = dict(starts=kit.int32(*firsts), lengths=kit.int32(*ROWS))
     together = policy.compress(*padded, *given, **options, **spans, **at).indices
     for i, (row, n) in enumerate(zip(rows, ROWS)):
-        given, options = queries(policy, q[i : i + 1] if isinstance(policy, kvops.KVzip) else q[i : i + 1, :, row], n)
+        given, options = queries(policy, q[i : i + 1] if isinstance(policy, kvops.RepeatPolicy) else q[i : i + 1, :, row], n)
         alone = policy.compress(k[i : i + 1, :, row], v[i : i + 1, :, row], *given, **options, **at).indices
         for found, expected in zip(together[i], alone[0]):
             assert torch.equal(found[found >= 0] - row.start, expected[expected >= 0])
