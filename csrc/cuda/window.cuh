@@ -144,6 +144,7 @@ __device__ inline float logit_of(const Window& p, float product, float unit) {
 // The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so the loops after
 // it are the same with and without. A bias is read where it is needed, which takes fewer registers than to load it
 // early, and its address is computed from `head`, which the kernels need anyway.
+template <bool kPaged>
 struct KeyBias {
   const Window& p;
   int64_t head;  // b * p.heads + h
@@ -151,8 +152,11 @@ struct KeyBias {
   __device__ bool given() const { return p.key_bias.data; }
   // That of a key, or 0 if it is not `there`.
   __device__ float at(int key, bool there) const {
+    if (!there) return 0.0f;
     const unsigned unit = static_cast<unsigned>(head), heads = static_cast<unsigned>(p.heads);
-    return there ? __fdividef(p.bias(unit / heads, unit % heads, key), p.scale) : 0.0f;
+    const unsigned b = unit / heads, h = unit % heads;
+    const char* const bias = kPaged ? p.key_bias.head(b, h).row(key) : p.key_bias.row(b, h, key);
+    return __fdividef(*reinterpret_cast<const float*>(bias), p.scale);
   }
 };
 

@@ -14,6 +14,7 @@ struct WindowAttentionMemory {
   char* passes;    // for window_scores' passes, one after the other
   char* turned;    // [b, Hk, n, d], keys that are rotated beforehand
   char* widened;   // [b, Hk, n, dv], the values beside them, if they are fp8
+  float* biases;   // [b, Hk, n], beside them too, if they are in pages
 
   WindowAttentionMemory(const WindowAttentionParams& p, const AttentionPlan& plan, Sections& sections) {
     const Window& w = p.window;
@@ -28,6 +29,7 @@ struct WindowAttentionMemory {
     const int64_t turns_before = w.rope.pairs && !plan.turns ? w.b * w.heads * w.n : 0;
     turned = sections.add<char>(turns_before * w.k.row_bytes);
     widened = sections.add<char>(w.stored == w.dtype ? 0 : turns_before * p.v.row_bytes);
+    biases = sections.add<float>(w.key_bias.table ? turns_before : 0);
   }
 };
 
@@ -55,7 +57,7 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
   const cudaStream_t stream = stream_of(call);
   AttentionPlan plan = AttentionPlan::of(p);
   Sections sections{call.workspace(bytes_of<WindowAttentionMemory>(p, plan))};
-  const auto [parts, sums, totals, logits, passes, turned, widened] = WindowAttentionMemory(p, plan, sections);
+  const auto [parts, sums, totals, logits, passes, turned, widened, biases] = WindowAttentionMemory(p, plan, sections);
   if (w.rope.pairs && !plan.turns) {
     const auto dense = [&](char* memory, int64_t row) {
       return KVView{memory, w.heads * w.n * row, w.n * row, row, row};
@@ -69,6 +71,7 @@ void launch_window_attention(const WindowAttentionParams& given, Call& call) {
       p.v = values;
       w.stored = w.dtype;
     }
+    if (w.key_bias.table) w.key_bias = dense_bias_cuda(w, biases, stream);
     launch_rope_at_slots({w.k, out, w.rope, w.dtype, w.b, w.heads, w.n}, call);
     w.k = out;
     w.rope = {};

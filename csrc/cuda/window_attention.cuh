@@ -349,8 +349,8 @@ struct RowState {
   }
 
   // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`. No row sees key `end`.
-  template <int kGroups>
-  __device__ void step(const WindowAttentionParams& p, const KeyBias& bias, int key, int first, int end,
+  template <int kGroups, class Bias>
+  __device__ void step(const WindowAttentionParams& p, const Bias& bias, int key, int first, int end,
                        const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
@@ -520,7 +520,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
-  const KeyBias bias{w, head};
+  const KeyBias<kPaged> bias{w, head};
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
@@ -661,8 +661,8 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
-      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch, KeyBias{w, head},
-                         own);
+      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch,
+                         KeyBias<kPaged>{w, head}, own);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -762,6 +762,13 @@ __global__ void __launch_bounds__(kWindowThreads)
       wide ? load_piece<T, true>(row) : load_piece<T, false>(row);
 }
 
+// Copies the biases of `keys` keys in pages, [b, heads, n]. One thread per key.
+__global__ void __launch_bounds__(kWindowThreads)
+    dense_bias_kernel(KVView from, float* to, int64_t keys, int64_t heads, int64_t n) {
+  const int64_t i = blockIdx.x * int64_t{kWindowThreads} + threadIdx.x, head = i / n;
+  if (i < keys) to[i] = *reinterpret_cast<const float*>(from.head(head / heads, head % heads).row(i % n));
+}
+
 // ---- The passes ----
 
 // Converts fp8 K or V to dense bf16. Slots without a page get the contents of some page; no row sees them.
@@ -773,6 +780,14 @@ inline void widen_rows_cuda(const Window& w, const KVView& from, const KVView& t
       launch<widen_rows_kernel<T>>(grid_of((pieces + kWindowThreads - 1) / kWindowThreads), kWindowThreads, 0, stream,
                                    from, to, pieces, w.heads, w.n, aligned_rows(from, w.b, w.heads, w.n));
   });
+}
+
+// Copies the biases of keys in pages to `to`, [b, heads, n], and returns a view of it.
+inline KVView dense_bias_cuda(const Window& w, float* to, cudaStream_t stream) {
+  const int64_t keys = w.b * w.heads * w.n;
+  launch<dense_bias_kernel>(grid_of((keys + kWindowThreads - 1) / kWindowThreads), kWindowThreads, 0, stream,
+                            w.key_bias, to, keys, w.heads, w.n);
+  return {reinterpret_cast<char*>(to), 4 * w.heads * w.n, 4 * w.n, 4, 4};
 }
 
 // parts: [b, Hq, w, plan.parts, dv], each scaled by 2^-most of its sum. sums: [b, Hq, w, plan.parts]. logits: [b, Hq,

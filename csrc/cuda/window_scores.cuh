@@ -1,7 +1,7 @@
 // Observation-window scores: how much the last queries attend to each key.
 //
-//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap), or, for window_attention, + key_bias[j])
-//   score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
+//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap), or, for window_attention, +
+//   key_bias[j]) score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
 //
 // Bytes that must move: K once if the lse is given, otherwise twice; the scores are 4 bytes per 2 d bytes of a bf16 K.
 //
@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         if (key >= limit.most) continue;
         Products<kBlocks> x;
         multiply_all<T, kPieces>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
-                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, head}, key);
+                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias<kPaged>{p, head},
+                                 key);
         const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -318,7 +319,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         Products<kBlocks> x;
         if (seen)
           multiply_all<T, kPieces>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
-                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias{p, head}, key);
+                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias<kPaged>{p, head},
+                                   key);
         const bool plain =
             first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
 #pragma unroll
@@ -428,8 +430,9 @@ struct SumsMemory {
 // The first pass: each row's sum over each split and, if `logits` is given, the logits.
 inline void window_sums_cuda(const Window& p, const SumsPlan& plan, RowSum* partial_sums, float* logits,
                              cudaStream_t stream) {
-  if (!logits && !p.key_bias.data && sm90::window_pass(p, nullptr, plan.splits.count, plan.splits.keys,
-                                   reinterpret_cast<float2*>(partial_sums), nullptr, nullptr, stream))
+  if (!logits && !p.key_bias.data &&
+      sm90::window_pass(p, nullptr, plan.splits.count, plan.splits.keys, reinterpret_cast<float2*>(partial_sums),
+                        nullptr, nullptr, stream))
     return;
   const int state = static_cast<int>(sizeof(float4)) * kWindowThreads / 8;  // per row
   const RowChunks chunks = RowChunks::of(p, RowLayout::of(1, plan.rows), state + static_cast<int>(sizeof(int)));
@@ -477,7 +480,9 @@ struct ScoresMemory {
 inline void window_scores_pass_cuda(const WindowScoresParams& params, const ScoresPlan& plan, const RowSum* totals,
                                     float* carry, cudaStream_t stream) {
   const Window& p = params.window;
-  if (params.softmax && !p.key_bias.data && sm90::window_scores(p, params.lse, reinterpret_cast<const float2*>(totals), stream)) return;
+  if (params.softmax && !p.key_bias.data &&
+      sm90::window_scores(p, params.lse, reinterpret_cast<const float2*>(totals), stream))
+    return;
   with_key_tile(p, [&](auto type, auto pieces) {
     with_pages<decltype(type)>(p.k, [&](auto paged) {
       launch<window_scores_kernel<decltype(type), decltype(pieces)::value, paged>>(

@@ -51,10 +51,6 @@ struct Window {
   KVOPS_HOST_DEVICE int64_t limit(int64_t batch, int64_t i) const {
     return clamped(visible[batch * visible_stride + i]);
   }
-  // The bias of a head's key; key_bias must be given.
-  KVOPS_HOST_DEVICE float bias(int64_t batch, int64_t head, int64_t key) const {
-    return *reinterpret_cast<const float*>(key_bias.head(batch, head).row(key));
-  }
 
  private:
   KVOPS_HOST_DEVICE int64_t clamped(int64_t x) const { return x < 0 ? 0 : x < n ? x : n; }

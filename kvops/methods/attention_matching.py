@@ -329,7 +329,8 @@ def _fit(keys: Tensor, values: Tensor, valid: Tensor, rows: Rows, max_bias: floa
         missing += shares.mT @ (out - shares @ values)
     damped = gram.double()
     size = damped.diagonal(dim1=-2, dim2=-1)
-    size += (ridge * size.mean(-1, keepdim=True)).clamp(min=1e-12)
+    mean = size.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
+    size += (ridge * mean).clamp(min=1e-12)
     change = torch.cholesky_solve(missing.double(), torch.linalg.cholesky(damped))
     return factors.log(), change.float()
 

@@ -137,7 +137,8 @@ def attentionmatching_compress(
             caller runs the passes.
         queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
         max_bias: The largest absolute bias; 0 fits none.
-        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations.
+        ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations, at least
+            1e-6.
         **call: scale, softcap (0), sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
             `MatchCall`, `Logits`, `LayerSpans` and `Spans`.
 

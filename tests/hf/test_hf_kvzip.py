@@ -10,8 +10,8 @@ transformers = pytest.importorskip("transformers")
 import kvops  # noqa: E402
 import kvops.hf  # noqa: E402
 from kvops.hf import KVCache, use_attention  # noqa: E402
-from kvops.methods.repeating import repeat_ids  # noqa: E402
 from kvops.methods.queries import RecordQueries  # noqa: E402
+from kvops.methods.repeating import repeat_ids  # noqa: E402
 from test_hf import make_model, make_prompts  # noqa: E402
 from test_kvzip import assert_kept, pass_scores  # noqa: E402
 from test_methods import fp64  # noqa: E402

