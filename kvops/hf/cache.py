@@ -46,7 +46,7 @@ class LayerStats(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """Bytes that the caches of all layers hold after a stage of LAQ or KVzip, for the whole batch."""
+    """Bytes that the caches of all layers hold after a stage of LAQ, KVzip or its like, for the whole batch."""
 
     name: str
     bytes: int
@@ -210,10 +210,10 @@ class KVCache(DynamicCache):
 
     Raises:
         TypeError: `config` is not a transformers config, or `policy` is not a kvops policy or a string that names one.
-        ValueError: The policy needs the library's attention and the model does not use it; it is a `kvops.KVzip` whose
-            `instruction`, `next_instruction` or `suffix` is None; the padding is not on the left or differs from what
-            was declared; `generate` is called with a prompt that does not continue the cached tokens; or `crop` needs
-            evicted tokens. The cache stays unchanged.
+        ValueError: The policy needs the library's attention and the model does not use it; it is a `kvops.RepeatPolicy`
+            whose `instruction`, `next_instruction` or `suffix` is None; the padding is not on the left or differs from
+            what was declared; `generate` is called with a prompt that does not continue the cached tokens; or `crop`
+            needs evicted tokens. The cache stays unchanged.
         NotImplementedError: Masks cannot express what the policy keeps (see `kvops.hf`). Or, while the model runs, the
             library's attention does not understand the model: keys that change after the cache, attention that is not
             causal, masks of four dims. Or a policy that uses all KV heads meets only some of them (tensor

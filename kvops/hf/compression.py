@@ -147,7 +147,7 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
     In the block the model uses the library's attention (`use_attention`). Its calls get a cache as follows.
 
     - `model.generate`, from wherever it is called (a pipeline, a chat, a streamer's thread): each call gets a fresh
-      `KVCache`, which takes the padding from `attention_mask`. With `kvops.LAQ` and `kvops.KVzip` the stages
+      `KVCache`, which takes the padding from `attention_mask`. With `kvops.LAQ`, `kvops.KVzip` and its like the stages
       run as in `kvops.hf.generate`.
     - A forward, `model(...)`: each call gets a fresh `KVCache` in place of the cache that transformers would make. The
       output returns it as `past_key_values`, to continue with. With `use_cache=False` there is no cache, and nothing to

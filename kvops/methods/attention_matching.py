@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..ops import window_attention
-from ..ops.api import MAX_WINDOW
+from ..ops.api import MAX_WINDOW, Reduce
 from ..ops.checks import check_finite, check_int, check_queries
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, Out, one_shot
@@ -63,6 +63,7 @@ class Reference(NamedTuple):
     """Reference queries, and what they get from all keys of a layer."""
 
     q: Tensor  # [b, Hq, rows, d]
+    shares: Tensor  # fp32 [b, Hq, rows]: how much each counts, 0 or more
     out: Tensor  # [b, Hq, rows, dv]
     lse: Tensor  # fp32 [b, Hq, rows]; -inf for rows that do not count
     scale: float
@@ -79,15 +80,18 @@ class AttentionMatching(RepeatPolicy):
 
     ```text
     a[i, j] = exp(scale * q_i . k_j) / m_i         m_i = sum over all j of exp(scale * q_i . k_j)
-    score   = mean, over the group's query heads, of the sum over i of a[i, j]^2             the best keys are kept
-    bias    = log w,  w = argmin of the sum over i of (sum over the kept j of a[i, j] w_j - 1)^2,  |bias| <= max_bias
+    score   = max over the group's query heads and i of share_i a[i, j]                      the best keys are kept
+    bias    = log w,  |bias| <= max_bias
+              w = argmin of the sum over i of share_i^2 (sum over the kept j of a[i, j] w_j - 1)^2
     x[i, j] = a[i, j] w_j / sum over the kept j of a[i, j] w_j
-    values  = argmin of the sum over i of |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
+    values  = argmin over c of
+              the sum over i of share_i^2 |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
     ```
 
-    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`), or any that
-    a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`) change neither keys
-    nor values.
+    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`). There,
+    share_i is the part of the query's softmax that the prompt had; the rest was on tokens of the pass. Or they are any
+    that a one-shot call gets, with shares of 1. A query counts for its KV head. The sinks of a softmax (`sink_logits`)
+    change neither keys nor values.
 
     A cache keeps the biases and attends with them (`key_bias`). Later tokens have none, and are kept. Models that cap
     their logits are refused.
@@ -112,8 +116,10 @@ class AttentionMatching(RepeatPolicy):
     """
 
     argument: ClassVar[str] = "q_reference"
+    reduce: ClassVar[str] = "max"
 
     _: KW_ONLY
+    group_reduce: Reduce = "max"
     queries: int = 4096
     max_bias: float = 3.0
     ridge: float = 1e-3
@@ -160,7 +166,7 @@ class AttentionMatching(RepeatPolicy):
         view, out = self._view(k, v, **spans)
         check_queries(self.name, self.argument, q_reference, k)
         self.check_holds(budget_tokens(self.budget, view.n), 0)
-        self._observe(view, q_reference, torch.ones_like(q_reference[:, 0, :, 0], dtype=torch.bool), logits)
+        self._observe(view, q_reference, torch.ones_like(q_reference[..., 0], dtype=torch.float32), logits)
         kept = self._compress(view, out)
         return Matched.of(kept, view.state[KEY_BIAS].gather(2, kept.indices.clamp(min=0)))
 
@@ -177,7 +183,7 @@ class AttentionMatching(RepeatPolicy):
         hidden: Tensor | None = None,
         gradients: Tensor | None = None,
     ) -> Tensor:
-        """The reference queries, [b, Hq, any, d]; NaN for those that do not count."""
+        """The reference queries and, behind their channels, their shares: [b, Hq, any, d + 1]."""
         self._check_logits(logits)
         t, n = q.shape[2], view.n - q.shape[2]
         begin = torch.zeros(len(q), dtype=torch.int64, device=q.device) if view.starts is None else view.starts
@@ -186,12 +192,19 @@ class AttentionMatching(RepeatPolicy):
         counts = torch.arange(t, device=q.device) < rows_of_chunk(count, t)
         every = -(-n // self.chunk) * t  # the rows of all passes, about
         step = max(1, -(-every // self.queries))
-        rows = torch.where(counts[:, None, :, None], q, torch.nan)[:, :, ::step]
-        return rows.clone() if passes is None else torch.cat((passes, rows), 2)
+        q, counts, scale = q[:, :, ::step], counts[:, ::step], self._scale(q, logits)
+        ends = torch.as_tensor(end, dtype=torch.int32, device=q.device).view(-1, 1)
+        whole = torch.arange(n + 1, n + t + 1, step, dtype=torch.int32, device=q.device)
+        lse, lse_of_all = (
+            _attended(view, q, _narrow(view.k), torch.where(counts, visible, 0).int(), scale=scale)[1]
+            for visible in (ends, whole)
+        )
+        shares = (lse - lse_of_all).exp().nan_to_num(0.0).unsqueeze(-1)  # 0 for rows that do not count
+        rows = torch.cat((q, shares.to(q.dtype)), 3)
+        return rows if passes is None else torch.cat((passes, rows), 2)
 
     def observe_passes(self, view: View, passes: Tensor, logits: dict[str, Any]) -> None:
-        counts = ~passes.isnan().any(-1).any(1)
-        self._observe(view, passes.nan_to_num(0.0), counts, logits)
+        self._observe(view, passes[..., :-1], passes[..., -1].float(), logits)
 
     def remember(self, view: View) -> None:
         new = torch.zeros(view.rows, view.heads, view.new, device=view.k.device)
@@ -204,24 +217,24 @@ class AttentionMatching(RepeatPolicy):
         if softcap := logits.get("softcap"):
             raise ValueError(f"{self.name}: softcap must be 0, because biases are not capped, got {softcap}")
 
-    def _observe(self, view: View, q: Tensor, counts: Tensor, logits: dict[str, Any]) -> None:
-        """Set the view's scores and its reference. counts: bool [b, rows], which of the queries count."""
+    @staticmethod
+    def _scale(q: Tensor, logits: dict[str, Any]) -> float:
+        scale: float | None = logits.get("scale")
+        return q.shape[3] ** -0.5 if scale is None else scale
+
+    def _observe(self, view: View, q: Tensor, shares: Tensor, logits: dict[str, Any]) -> None:
+        """Set the view's scores and its reference. shares: see `Reference`."""
         self._check_logits(logits)
-        scale = logits.get("scale")
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        scale = self._scale(q, logits)
         end = torch.as_tensor(view.end, dtype=torch.int32, device=q.device).view(-1, 1)
-        visible = torch.where(counts, end, 0).int().contiguous()
+        visible = torch.where(shares.amax(1) > 0, end, 0).int().contiguous()
         bias = view.state.get(KEY_BIAS)
         out, lse = _attended(view, q, view.v, visible, scale=scale, key_bias=bias)
-        narrow = view.k[..., : 16 // view.k.element_size()]  # whose output is not used
-        squares = _attended(view, q, narrow, visible, scale=2 * scale)[1]
-        # The softmax of doubled logits, times its sum over the squared one, is the squared softmax.
-        weights = (squares - 2 * lse).exp().nan_to_num(0.0, 0.0, 0.0)
-        options: dict[str, Any] = dict(starts=view.starts, scale=2 * scale, group_reduce=self.group_reduce)
-        scores = summed_scores(q, view.k, visible, squares, row_weights=weights, **options)
+        options: dict[str, Any] = dict(reduce=self.reduce, group_reduce=self.group_reduce, starts=view.starts)
+        scores = summed_scores(q, view.k, visible, lse, row_weights=shares, scale=scale, **options)
         assert scores is not None  # there is at least one row
-        view.observed = scores if bias is None else scores * (2 * bias).exp()
-        view.reference = Reference(q, out, lse, scale, bias)
+        view.observed = scores if bias is None else scores * bias.exp()
+        view.reference = Reference(q, shares, out, lse, scale, bias)
 
     def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
         indices = super().choose(scores, view, budget, **options)
@@ -237,6 +250,11 @@ class AttentionMatching(RepeatPolicy):
         if view.values is not None:
             v.copy_(view.values)
         return k, v
+
+
+def _narrow(k: Tensor) -> Tensor:
+    """The shortest rows that values can have, for outputs that are not used."""
+    return k[..., : 16 // k.element_size()]
 
 
 def _attended(view: View, q: Tensor, v: Tensor, visible: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -273,66 +291,67 @@ def fitted(
     valid, at = (indices >= first) & (indices < end), indices.clamp(min=0)
     (b, heads, m), group = indices.shape, reference.q.shape[1] // indices.shape[1]
     keys, values = (readable_keys(op, x) for x in (view.k, view.v))
-    q, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in (reference.q, reference.out, reference.lse))
+    q, shares, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in reference[:4])
     before = None if reference.key_bias is None else reference.key_bias.gather(2, at)
     biases, changed = [], []
     size = max(1, GRAM // max(1, b * m * m))
     for begin in range(0, heads, size):
         own = slice(begin, begin + size)
         k, v = (x[:, own].gather(2, at[:, own, :, None].expand(-1, -1, -1, x.shape[3])).float() for x in (keys, values))
-        logits = Rows(q[:, own], out[:, own], lse[:, own], reference.scale, None if before is None else before[:, own])
-        bias, change = _fit(k, v, valid[:, own], logits, max_bias, ridge)
+        of_keys = None if before is None else before[:, own]
+        rows = Reference(q[:, own], shares[:, own], out[:, own], lse[:, own], reference.scale, of_keys)
+        bias, change = _fit(k, v, valid[:, own], rows, max_bias, ridge)
         biases.append(bias if before is None else bias + before[:, own])
         changed.append(torch.where(valid[:, own, :, None], v + change, v))
     return torch.cat(biases, 1).where(valid, 0.0), torch.cat(changed, 1)
 
 
-class Rows(NamedTuple):
-    """The reference queries of some KV heads, those of a group one after the other; see `Reference`."""
+def _fit(
+    keys: Tensor, values: Tensor, valid: Tensor, rows: Reference, max_bias: float, ridge: float
+) -> tuple[Tensor, ...]:
+    """The biases of some heads, fp32 [b, Hk, m], and the changes of their values, fp32 [b, Hk, m, dv].
 
-    q: Tensor  # [b, Hk, rows, d]
-    out: Tensor  # [b, Hk, rows, dv]
-    lse: Tensor  # fp32 [b, Hk, rows]
-    scale: float
-    key_bias: Tensor | None  # fp32 [b, Hk, m], of the kept keys
-
-    def weights(self, keys: Tensor, valid: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """The weights of kept keys for blocks of rows, fp32 [b, Hk, block, m], and the rows' outputs.
-
-        They are 0 for keys that are not valid and for rows that do not count.
-        """
-        size = max(1, BLOCK // max(1, valid.numel()))
-        for begin in range(0, self.q.shape[2], size):
-            rows = slice(begin, begin + size)
-            logits = (self.q[:, :, rows].float() * self.scale) @ keys.mT
-            logits -= self.lse[:, :, rows, None]  # infinity in rows that do not count
-            if self.key_bias is not None:
-                logits += self.key_bias.unsqueeze(2)
-            yield logits.exp_().nan_to_num_(0.0, 0.0, 0.0).mul_(valid.unsqueeze(2)), self.out[:, :, rows].float()
-
-
-def _fit(keys: Tensor, values: Tensor, valid: Tensor, rows: Rows, max_bias: float, ridge: float) -> tuple[Tensor, ...]:
-    """The biases of some heads, fp32 [b, Hk, m], and the changes of their values, fp32 [b, Hk, m, dv]."""
+    keys, values: those that are kept, fp32. valid: bool [b, Hk, m]. rows: the queries of a group one after the other,
+    and the biases that the kept keys have.
+    """
     b, heads, m = valid.shape
     gram, mass = keys.new_zeros(b, heads, m, m), keys.new_zeros(b, heads, m)
-    keys = keys.masked_fill(~valid.unsqueeze(-1), 0.0)
-    for weights, _ in rows.weights(keys, valid):
+    for weights, shares, _ in _blocks(keys, valid, rows):
+        weights *= shares
         gram += weights.mT @ weights
-        mass += weights.sum(2)
+        mass += (weights * shares).sum(2)
     factors = bounded_least_squares(gram, mass, math.exp(-max_bias), math.exp(max_bias))
     gram.zero_()
     missing = torch.zeros_like(values)
-    for weights, out in rows.weights(keys, valid):
-        shares = weights.mul_(factors.unsqueeze(2))
-        shares /= shares.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        gram += shares.mT @ shares
-        missing += shares.mT @ (out - shares @ values)
+    for weights, shares, out in _blocks(keys, valid, rows):
+        weights *= factors.unsqueeze(2)
+        weights /= weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        error = (out - weights @ values) * shares
+        weights *= shares
+        gram += weights.mT @ weights
+        missing += weights.mT @ error
     damped = gram.double()
     size = damped.diagonal(dim1=-2, dim2=-1)
     mean = size.sum(-1, keepdim=True) / valid.sum(-1, keepdim=True).clamp(min=1)
     size += (ridge * mean).clamp(min=1e-12)
     change = torch.cholesky_solve(missing.double(), torch.linalg.cholesky(damped))
     return factors.log(), change.float()
+
+
+def _blocks(keys: Tensor, valid: Tensor, rows: Reference) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """For blocks of rows the weights of the kept keys, fp32 [b, Hk, block, m], the rows' shares, and their outputs.
+
+    The weights are 0 for keys that are not valid and for rows that do not count.
+    """
+    keys, size = keys.masked_fill(~valid.unsqueeze(-1), 0.0), max(1, BLOCK // max(1, valid.numel()))
+    for begin in range(0, rows.q.shape[2], size):
+        own = slice(begin, begin + size)
+        logits = (rows.q[:, :, own].float() * rows.scale) @ keys.mT
+        logits -= rows.lse[:, :, own, None]  # infinity in rows that do not count
+        if rows.key_bias is not None:
+            logits += rows.key_bias.unsqueeze(2)
+        weights = logits.exp_().nan_to_num_(0.0, 0.0, 0.0).mul_(valid.unsqueeze(2))
+        yield weights, rows.shares[:, :, own, None], rows.out[:, :, own].float()
 
 
 def bounded_least_squares(gram: Tensor, target: Tensor, low: float, high: float) -> Tensor:
