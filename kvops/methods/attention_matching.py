@@ -63,7 +63,7 @@ class Reference(NamedTuple):
     """Reference queries, and what they get from all keys of a layer."""
 
     q: Tensor  # [b, Hq, rows, d]
-    shares: Tensor  # fp32 [b, Hq, rows]: how much each counts, 0 or more
+    row_weights: Tensor  # fp32 [b, Hq, rows]: how much each counts, 0 or more
     out: Tensor  # [b, Hq, rows, dv]
     lse: Tensor  # fp32 [b, Hq, rows]; -inf for rows that do not count
     scale: float
@@ -80,17 +80,17 @@ class AttentionMatching(RepeatPolicy):
 
     ```text
     a[i, j] = exp(scale * q_i . k_j) / m_i         m_i = sum over all j of exp(scale * q_i . k_j)
-    score   = max over the group's query heads and i of share_i a[i, j]                      the best keys are kept
+    score   = max over the group's query heads and i of r_i a[i, j]                      the best keys are kept
     bias    = log w,  |bias| <= max_bias
-              w = argmin of the sum over i of share_i^2 (sum over the kept j of a[i, j] w_j - 1)^2
+              w = argmin of the sum over i of r_i^2 (sum over the kept j of a[i, j] w_j - 1)^2
     x[i, j] = a[i, j] w_j / sum over the kept j of a[i, j] w_j
     values  = argmin over c of
-              the sum over i of share_i^2 |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
+              the sum over i of r_i^2 |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
     ```
 
-    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`). There,
-    share_i is the part of the query's softmax that the prompt had; the rest was on tokens of the pass. Or they are any
-    that a one-shot call gets, with shares of 1. A query counts for its KV head. The sinks of a softmax (`sink_logits`)
+    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`). Their
+    weight r_i is the part of the query's softmax that was on the prompt; the rest was on tokens of the pass. Or they
+    are any that a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`)
     change neither keys nor values.
 
     A cache keeps the biases and attends with them (`key_bias`). Later tokens have none, and are kept. Models that cap
@@ -143,7 +143,7 @@ class AttentionMatching(RepeatPolicy):
 
     @one_shot
     def compress(  # type: ignore[override]  # the reference queries
-        self, k: Tensor, v: Tensor, q_reference: Tensor, **call: Unpack[MatchCall]
+        self, k: Tensor, v: Tensor, q_reference: Tensor, *, row_weights: Tensor | None = None, **call: Unpack[MatchCall]
     ) -> Matched:
         """Replace a whole cache once by fewer entries that answer the reference queries as it does.
 
@@ -151,6 +151,7 @@ class AttentionMatching(RepeatPolicy):
             k: [b, Hk, n, d], the keys.
             v: [b, Hk, n, dv], of the dtype of k. Swapped K and V cannot be detected.
             q_reference: [b, Hq, rows, d], the reference queries, rotated like k. Each sees all valid keys.
+            row_weights: fp32 [b, Hq, rows], finite and at least 0: how much each reference query counts; None: 1.
             **call: scale, softcap (0), sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
                 `MatchCall`, `Logits`, `LayerSpans` and `Spans`.
 
@@ -166,7 +167,9 @@ class AttentionMatching(RepeatPolicy):
         view, out = self._view(k, v, **spans)
         check_queries(self.name, self.argument, q_reference, k)
         self.check_holds(budget_tokens(self.budget, view.n), 0)
-        self._observe(view, q_reference, torch.ones_like(q_reference[..., 0], dtype=torch.float32), logits)
+        if row_weights is None:
+            row_weights = torch.ones_like(q_reference[..., 0], dtype=torch.float32)
+        self._observe(view, q_reference, row_weights, logits)
         kept = self._compress(view, out)
         return Matched.of(kept, view.state[KEY_BIAS].gather(2, kept.indices.clamp(min=0)))
 
@@ -183,7 +186,7 @@ class AttentionMatching(RepeatPolicy):
         hidden: Tensor | None = None,
         gradients: Tensor | None = None,
     ) -> Tensor:
-        """The reference queries and, behind their channels, their shares: [b, Hq, any, d + 1]."""
+        """The reference queries and, behind their channels, their row weights: [b, Hq, any, d + 1]."""
         self._check_logits(logits)
         t, n = q.shape[2], view.n - q.shape[2]
         begin = torch.zeros(len(q), dtype=torch.int64, device=q.device) if view.starts is None else view.starts
@@ -199,8 +202,8 @@ class AttentionMatching(RepeatPolicy):
             _attended(view, q, _narrow(view.k), torch.where(counts, visible, 0).int(), scale=scale)[1]
             for visible in (ends, whole)
         )
-        shares = (lse - lse_of_all).exp().nan_to_num(0.0).unsqueeze(-1)  # 0 for rows that do not count
-        rows = torch.cat((q, shares.to(q.dtype)), 3)
+        weights = (lse - lse_of_all).exp().nan_to_num(0.0)  # 0 for rows that do not count
+        rows = torch.cat((q, weights.unsqueeze(-1).to(q.dtype)), 3)
         return rows if passes is None else torch.cat((passes, rows), 2)
 
     def observe_passes(self, view: View, passes: Tensor, logits: dict[str, Any]) -> None:
@@ -222,19 +225,19 @@ class AttentionMatching(RepeatPolicy):
         scale: float | None = logits.get("scale")
         return q.shape[3] ** -0.5 if scale is None else scale
 
-    def _observe(self, view: View, q: Tensor, shares: Tensor, logits: dict[str, Any]) -> None:
-        """Set the view's scores and its reference. shares: see `Reference`."""
+    def _observe(self, view: View, q: Tensor, row_weights: Tensor, logits: dict[str, Any]) -> None:
+        """Set the view's scores and its reference. row_weights: see `Reference`."""
         self._check_logits(logits)
         scale = self._scale(q, logits)
         end = torch.as_tensor(view.end, dtype=torch.int32, device=q.device).view(-1, 1)
-        visible = torch.where(shares.amax(1) > 0, end, 0).int().contiguous()
+        visible = torch.where(row_weights.amax(1) > 0, end, 0).int().contiguous()
         bias = view.state.get(KEY_BIAS)
         out, lse = _attended(view, q, view.v, visible, scale=scale, key_bias=bias)
         options: dict[str, Any] = dict(reduce=self.reduce, group_reduce=self.group_reduce, starts=view.starts)
-        scores = summed_scores(q, view.k, visible, lse, row_weights=shares, scale=scale, **options)
+        scores = summed_scores(q, view.k, visible, lse, row_weights=row_weights, scale=scale, **options)
         assert scores is not None  # there is at least one row
         view.observed = scores if bias is None else scores * bias.exp()
-        view.reference = Reference(q, shares, out, lse, scale, bias)
+        view.reference = Reference(q, row_weights, out, lse, scale, bias)
 
     def choose(self, scores: Tensor, view: View, budget: Budget, **options: Any) -> Tensor:
         indices = super().choose(scores, view, budget, **options)
@@ -291,7 +294,7 @@ def fitted(
     valid, at = (indices >= first) & (indices < end), indices.clamp(min=0)
     (b, heads, m), group = indices.shape, reference.q.shape[1] // indices.shape[1]
     keys, values = (readable_keys(op, x) for x in (view.k, view.v))
-    q, shares, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in reference[:4])
+    q, row_weights, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in reference[:4])
     before = None if reference.key_bias is None else reference.key_bias.gather(2, at)
     biases, changed = [], []
     size = max(1, GRAM // max(1, b * m * m))
@@ -299,7 +302,7 @@ def fitted(
         own = slice(begin, begin + size)
         k, v = (x[:, own].gather(2, at[:, own, :, None].expand(-1, -1, -1, x.shape[3])).float() for x in (keys, values))
         of_keys = None if before is None else before[:, own]
-        rows = Reference(q[:, own], shares[:, own], out[:, own], lse[:, own], reference.scale, of_keys)
+        rows = Reference(q[:, own], row_weights[:, own], out[:, own], lse[:, own], reference.scale, of_keys)
         bias, change = _fit(k, v, valid[:, own], rows, max_bias, ridge)
         biases.append(bias if before is None else bias + before[:, own])
         changed.append(torch.where(valid[:, own, :, None], v + change, v))
@@ -316,18 +319,18 @@ def _fit(
     """
     b, heads, m = valid.shape
     gram, mass = keys.new_zeros(b, heads, m, m), keys.new_zeros(b, heads, m)
-    for weights, shares, _ in _blocks(keys, valid, rows):
-        weights *= shares
+    for weights, row_weights, _ in _blocks(keys, valid, rows):
+        weights *= row_weights
         gram += weights.mT @ weights
-        mass += (weights * shares).sum(2)
+        mass += (weights * row_weights).sum(2)
     factors = bounded_least_squares(gram, mass, math.exp(-max_bias), math.exp(max_bias))
     gram.zero_()
     missing = torch.zeros_like(values)
-    for weights, shares, out in _blocks(keys, valid, rows):
+    for weights, row_weights, out in _blocks(keys, valid, rows):
         weights *= factors.unsqueeze(2)
         weights /= weights.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        error = (out - weights @ values) * shares
-        weights *= shares
+        error = (out - weights @ values) * row_weights
+        weights *= row_weights
         gram += weights.mT @ weights
         missing += weights.mT @ error
     damped = gram.double()
@@ -339,7 +342,7 @@ def _fit(
 
 
 def _blocks(keys: Tensor, valid: Tensor, rows: Reference) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For blocks of rows the weights of the kept keys, fp32 [b, Hk, block, m], the rows' shares, and their outputs.
+    """For blocks of rows the weights of the kept keys, fp32 [b, Hk, block, m], the rows' own, and their outputs.
 
     The weights are 0 for keys that are not valid and for rows that do not count.
     """
@@ -351,7 +354,7 @@ def _blocks(keys: Tensor, valid: Tensor, rows: Reference) -> Iterator[tuple[Tens
         if rows.key_bias is not None:
             logits += rows.key_bias.unsqueeze(2)
         weights = logits.exp_().nan_to_num_(0.0, 0.0, 0.0).mul_(valid.unsqueeze(2))
-        yield weights, rows.shares[:, :, own, None], rows.out[:, :, own].float()
+        yield weights, rows.row_weights[:, :, own, None], rows.out[:, :, own].float()
 
 
 def bounded_least_squares(gram: Tensor, target: Tensor, low: float, high: float) -> Tensor:

@@ -70,10 +70,11 @@ def attentionmatching_compress(
     q_reference: Tensor,
     budget: int | float | Tensor,
     *,
+    row_weights: Tensor | None = None,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     shares: Tensor | str | Path | None = None,
-    group_reduce: Literal["mean", "max", "sum"] = "mean",
+    group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     chunk: int = 2048,
     previous: int = 8,
@@ -95,15 +96,18 @@ def attentionmatching_compress(
 
     ```text
     a[i, j] = exp(scale * q_i . k_j) / m_i         m_i = sum over all j of exp(scale * q_i . k_j)
-    score   = mean, over the group's query heads, of the sum over i of a[i, j]^2             the best keys are kept
-    bias    = log w,  w = argmin of the sum over i of (sum over the kept j of a[i, j] w_j - 1)^2,  |bias| <= max_bias
+    score   = max over the group's query heads and i of r_i a[i, j]                      the best keys are kept
+    bias    = log w,  |bias| <= max_bias
+              w = argmin of the sum over i of r_i^2 (sum over the kept j of a[i, j] w_j - 1)^2
     x[i, j] = a[i, j] w_j / sum over the kept j of a[i, j] w_j
-    values  = argmin of the sum over i of |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
+    values  = argmin over c of
+              the sum over i of r_i^2 |sum over the kept j of x[i, j] c_j - o_i|^2 + damping |c - v|^2
     ```
 
-    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`), or any that
-    a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`) change neither keys
-    nor values.
+    The reference queries are those of a second reading of the prompt, in KVzip's passes (`RepeatPolicy`). Their
+    weight r_i is the part of the query's softmax that was on the prompt; the rest was on tokens of the pass. Or they
+    are any that a one-shot call gets. A query counts for its KV head. The sinks of a softmax (`sink_logits`)
+    change neither keys nor values.
 
     Args:
         k: [b, Hk, n, d], the keys.
@@ -113,6 +117,7 @@ def attentionmatching_compress(
             cache the fraction is of the tokens seen. One-shot calls also take a budget per head, int32 [b, Hk]
             (`kvops.head_budgets`); the result is then as wide as the largest of them, and heads that keep fewer end in
             -1.
+        row_weights: fp32 [b, Hq, rows], finite and at least 0: how much each reference query counts; None: 1.
         sinks: First tokens that are always kept; they count towards the budget.
         head_mode: "per_head": each head keeps its own tokens. "shared": all heads keep the same tokens, chosen by their
             mean score. "adaptive": the heads share the budget of the layer by their scores (`kvops.head_budgets`).
@@ -158,10 +163,11 @@ def attentionmatching_compress_(
     q_reference: Tensor,
     budget: int | float | Tensor,
     *,
+    row_weights: Tensor | None = None,
     sinks: int = 4,
     head_mode: Literal["per_head", "shared", "adaptive"] = "per_head",
     shares: Tensor | str | Path | None = None,
-    group_reduce: Literal["mean", "max", "sum"] = "mean",
+    group_reduce: Literal["mean", "max", "sum"] = "max",
     scope: Literal["layer", "model"] = "layer",
     chunk: int = 2048,
     previous: int = 8,

@@ -28,7 +28,15 @@ def test_the_cache_holds_what_a_single_call_returns(kind):
     ids, _ = make_prompts(60)
     cache, _ = prefilled(model, POLICY, ids)
     before = [(layer.cache.k.clone(), layer.cache.v.clone()) for layer in cache.evicting_layers]
-    with torch.no_grad():
+    passes = {}
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        observe = kvops.AttentionMatching.observe_passes
+
+        def noting(self, view, found, logits):
+            passes[view.layer] = found
+            observe(self, view, found, logits)
+
+        patch.setattr(kvops.AttentionMatching, "observe_passes", noting)
         kvops.hf.repeat(model, cache, ids)
     queries = [[] for _ in before]
     for first in (0, 25, 50):
@@ -36,8 +44,9 @@ def test_the_cache_holds_what_a_single_call_returns(kind):
         plain, _ = prefilled(model, RecordQueries(last=told.shape[1]), torch.cat((ids, told), 1))
         for own, layer in zip(queries, plain.evicting_layers):
             own.append(layer.cache.last_queries)
-    for layer, own, (k, v) in zip(cache.evicting_layers, queries, before):
-        want = POLICY.compress(k, v, torch.cat(own, 2))
+    for i, (layer, own, (k, v)) in enumerate(zip(cache.evicting_layers, queries, before)):
+        torch.testing.assert_close(passes[i][..., :-1], torch.cat(own, 2), rtol=1e-4, atol=1e-5)
+        want = POLICY.compress(k, v, passes[i][..., :-1], row_weights=passes[i][..., -1])
         assert torch.equal(layer.cache.positions, want.indices) and torch.equal(layer.cache.k, want.k)
         torch.testing.assert_close(layer.cache.v, want.v, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(layer.cache.state["key_bias"], want.key_bias, rtol=1e-3, atol=1e-4)

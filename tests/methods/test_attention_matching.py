@@ -1,4 +1,4 @@
-"""Attention Matching against its formula in fp64: the scores, the biases, the values; the caches; a model."""
+"""Attention Matching against its formula in fp64: the scores, the biases, the values; and in caches."""
 
 import copy
 
@@ -28,13 +28,14 @@ def exact(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> tuple[
     return weights, weights @ v.double()
 
 
-def loss_of_mass(weights: Tensor, factors: Tensor) -> float:
-    return (weights @ factors - 1).square().sum().item()
+def loss_of_mass(weights: Tensor, factors: Tensor, rows: Tensor) -> float:
+    return ((weights @ factors - 1) * rows).square().sum().item()
 
 
-def best_factors(weights: Tensor) -> Tensor:
+def best_factors(weights: Tensor, rows: Tensor) -> Tensor:
     """Return the factors of the masses, by very many plain projected gradients."""
-    gram, goal = weights.mT @ weights, weights.sum(0)
+    weights = weights * rows.unsqueeze(1)
+    gram, goal = weights.mT @ weights, weights.mT @ rows
     step, x = 1 / torch.linalg.matrix_norm(gram, 2), torch.ones_like(goal)
     low, high = torch.tensor([-LIMIT, LIMIT], dtype=torch.float64).exp()
     for _ in range(20_000):
@@ -46,26 +47,31 @@ def best_factors(weights: Tensor) -> Tensor:
 @pytest.mark.parametrize("ridge", [1e-3, 0.3])
 @pytest.mark.parametrize("scale", [None, 0.4])
 def test_the_formula(dtype, ridge, scale):
-    """Each head: the keys are those with the largest sums of squares, and biases and values solve their problems."""
+    """Each head: the keys are those with the largest weights, and biases and values solve their problems."""
     k, v, q = make(dtype=dtype)
+    r = kit.randn(*q.shape[:3], seed=5).sigmoid()
     sinks, budget, tolerance = 3, 20, 1e-5 if dtype == torch.float32 else 2e-2
-    kept = kvops.attentionmatching_compress(k, v, q, budget, sinks=sinks, ridge=ridge, scale=scale, max_bias=LIMIT)
+    settings = dict(sinks=sinks, ridge=ridge, max_bias=LIMIT)
+    kept = kvops.attentionmatching_compress(k, v, q, budget, row_weights=r, scale=scale, **settings)
     assert kept.v.dtype == dtype and kept.indices.shape == (2, 2, budget) and kept.key_bias.abs().max() <= LIMIT + 1e-6
     for b in range(2):
         for h in range(2):
             weights, outs = exact(q[b, 3 * h : 3 * h + 3], k[b, h], v[b, h], scale)
             slots, bias = kept.indices[b, h], kept.key_bias[b, h].double()
             assert slots[:sinks].tolist() == [0, 1, 2] and torch.equal(kept.k[b, h], k[b, h, slots])
-            scores = weights.square().sum(0).cpu().numpy()
+            rows = r[b, 3 * h : 3 * h + 3].double().flatten()
+            scores = (weights * rows.unsqueeze(1)).amax(0).cpu().numpy()
             assert_best(slots[sinks:].cpu().numpy() - sinks, scores[sinks:], budget - sinks, 1e-4)
             own = weights[:, slots]
-            least = loss_of_mass(own, best_factors(own))
-            assert loss_of_mass(own, bias.exp()) <= least * 1.001 + 1e-9
+            least = loss_of_mass(own, best_factors(own, rows), rows)
+            assert loss_of_mass(own, bias.exp(), rows) <= least * 1.001 + 1e-9
             shares = own * bias.exp()
             shares = shares / shares.sum(-1, keepdim=True)
-            gram, before = shares.mT @ shares, v[b, h, slots].double()
+            error, before = outs - shares @ v[b, h, slots].double(), v[b, h, slots].double()
+            shares, error = shares * rows.unsqueeze(1), error * rows.unsqueeze(1)
+            gram = shares.mT @ shares
             damped = gram + ridge * gram.diagonal().mean() * torch.eye(budget, dtype=torch.float64)
-            want = before + torch.linalg.solve(damped, shares.mT @ (outs - shares @ before))
+            want = before + torch.linalg.solve(damped, shares.mT @ error)
             torch.testing.assert_close(kept.v[b, h].double(), want, rtol=20 * tolerance, atol=20 * tolerance)
 
 
@@ -154,13 +160,30 @@ def compacted(mode="per_head", pads=None):
     cache.attend(kit.randn(2, 6, 80, 16, seed=3), k, v)
     with cache.repeating(0):
         cache.attend(q, *kit.kv(2, 2, 90, 16, dv=8, seed=4))
+    passes, kept = cache._passes, []
+    assert torch.equal(passes[..., :-1], q)
     cache.evict()
-    kept = []
     for i, s in enumerate([0, 0] if pads is None else pads.tolist()):  # a shorter row has fewer rows in the pass
         one = slice(i, i + 1)
         own = k[one, :, s:], v[one, :, s:], q[one, :, : 90 - s]
-        kept.append(kvops.attentionmatching_compress(*own, 30, sinks=2, head_mode=mode))
+        options = dict(row_weights=passes[one, :, : 90 - s, -1], sinks=2, head_mode=mode)
+        kept.append(kvops.attentionmatching_compress(*own, 30, **options))
+        assert (passes[i, :, 90 - s :, -1] == 0).all()
     return cache, kept
+
+
+def test_a_row_of_a_pass_weighs_what_it_gives_to_the_prompt():
+    k, v, q = make(n=40, rows=50)
+    cache = kvops.Cache(kvops.AttentionMatching(30))
+    cache.attend(kit.randn(2, 6, 40, 16), k, v)
+    own = kit.kv(2, 2, 50, 16, dv=8, seed=4)
+    with cache.repeating(0):
+        cache.attend(q, *own)
+    keys = torch.cat((k, own[0]), 2).double().repeat_interleave(3, 1)
+    logits = q.double() @ keys.mT / 4
+    seen = torch.arange(90) <= torch.arange(40, 90)[:, None]
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., :40].sum(-1)
+    torch.testing.assert_close(cache._passes[..., -1].double(), weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["per_head", "shared", "adaptive"])
@@ -237,7 +260,7 @@ def test_few_queries_are_remembered():
         with cache.repeating(first):
             cache.attend(kit.randn(2, 6, 110, 16, seed=first), *kit.kv(2, 2, 110, 16, dv=8, seed=first))
     assert 40 <= cache._passes.shape[2] <= 50
-    counts = ~cache._passes[:, 0, :, 0].isnan()
+    counts = cache._passes[:, 0, :, -1] > 0
     assert counts[0].all() and 0.5 < counts[1].float().mean() < 0.9  # its second chunk has 40 tokens
     cache.evict()
     assert len(cache) == 30
