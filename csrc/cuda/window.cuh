@@ -142,8 +142,8 @@ __device__ inline float logit_of(const Window& p, float product, float unit) {
 }
 
 // The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so the loops after
-// it are the same with and without. A bias is read where it is needed, which takes fewer registers than to load it
-// early, and its address is computed from `head`, which the kernels need anyway.
+// it are the same with and without. Of up to 32 keys a lane reads the bias of one, where it is needed, and the lanes
+// exchange them: this takes the fewest registers. The address is computed from `head`, which the kernels need anyway.
 template <bool kPaged>
 struct KeyBias {
   const Window& p;
@@ -348,12 +348,13 @@ __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kB
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
   if (bias.given()) {
+    const int lane = threadIdx.x % 32;
+    const float mine = bias.at(key + lane, lane < left);
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int own = 16 * m + 8 * half + threadIdx.x % 32 / 4;
-        const float of_key = bias.at(key + own, own < left);
+        const float of_key = __shfl_sync(kWarp, mine, 16 * m + 8 * half + lane / 4);
 #pragma unroll
         for (int t = 0; t < 2; ++t) x[m][t][2 * half] = x[m][t][2 * half + 1] = of_key;
       }

@@ -32,8 +32,8 @@
 // If keys are rotated at their slots, a decode step (w = 1) rotates them in shared memory. Each warp rotates the 16
 // keys that it copied. It reads their cosines and sines, 8 bytes per pair, before it waits for the keys. All heads need
 // these tables. The heads' blocks for the same split run at the same time, so all but the first find them in L2, which
-// then delivers twice the bytes of K and V. Other calls read K more than once, so rope_at_slots rotates it into the
-// workspace first, once.
+// then delivers twice the bytes of K and V. Other calls read K more than once, or add biases, for which the registers do
+// not suffice, so rope_at_slots rotates it into the workspace first, once.
 //
 // attention_combine: one block per row and 32 channels adds the row's parts in order.
 //
@@ -82,7 +82,7 @@ struct AttentionPlan {
     const Window& w = p.window;
     AttentionPlan x = {};
     x.tensor_cores = w.dtype != DType::f32 && w.d <= kTensorCoreDim && p.dv <= kTensorCoreDim;
-    x.turns = w.rope.pairs && x.tensor_cores && w.w == 1;
+    x.turns = w.rope.pairs && x.tensor_cores && w.w == 1 && !w.key_bias.data;  // registers do not hold both
     x.wide = aligned_rows(w.k, w.b, w.heads, w.n) && aligned_rows(p.v, w.b, w.heads, w.n);
     x.wide_queries = aligned_queries(w);
     const int rows = static_cast<int>(w.group * w.w);
@@ -355,13 +355,14 @@ struct RowState {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
     float x[kGroups][kHalves][4] = {};
-    if (!kRounded && bias.given()) {
+    if (bias.given()) {
+      static_assert(kGroups <= 2);
+      const float mine = bias.at(key + lane, key + lane < end);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int own = key + kGroupKeys * g + 8 * half + lane / 4;
-          const float of_key = bias.at(own, own < end);
+          const float of_key = __shfl_sync(kWarp, mine, kGroupKeys * g + 8 * half + lane / 4);
 #pragma unroll
           for (int t = 0; t < kHalves; ++t) x[g][t][2 * half] = x[g][t][2 * half + 1] = of_key;
         }
@@ -520,7 +521,12 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
-  const KeyBias<kPaged> bias{w, head};
+  const auto bias = [&] {
+    if constexpr (kRounded || kTurns)
+      return NoBias{};
+    else
+      return KeyBias<kPaged>{w, head};
+  }();
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
     column.clear(group_at(stage, warp), k_pieces, (k_pieces + 7) / 8 * 8);
