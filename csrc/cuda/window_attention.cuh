@@ -32,8 +32,8 @@
 // If keys are rotated at their slots, a decode step (w = 1) rotates them in shared memory. Each warp rotates the 16
 // keys that it copied. It reads their cosines and sines, 8 bytes per pair, before it waits for the keys. All heads need
 // these tables. The heads' blocks for the same split run at the same time, so all but the first find them in L2, which
-// then delivers twice the bytes of K and V. Other calls read K more than once, or add biases, for which the registers do
-// not suffice, so rope_at_slots rotates it into the workspace first, once.
+// then delivers twice the bytes of K and V. Other calls read K more than once, or add biases, for which the registers
+// do not suffice, so rope_at_slots rotates it into the workspace first, once.
 //
 // attention_combine: one block per row and 32 channels adds the row's parts in order.
 //
@@ -350,7 +350,7 @@ struct RowState {
 
   // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`. No row sees key `end`.
   template <int kGroups, class Bias>
-  __device__ void step(const WindowAttentionParams& p, const Bias& bias, int key, int first, int end,
+  __device__ void step(const WindowAttentionParams& p, const Bias& bias, int key, int first, [[maybe_unused]] int end,
                        const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);

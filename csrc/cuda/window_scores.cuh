@@ -1,7 +1,7 @@
 // Observation-window scores: how much the last queries attend to each key.
 //
-//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap), or, for window_attention, +
-//   key_bias[j]) score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
+//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap); for window_attention, + key_bias[j])
+//   score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
 //
 // Bytes that must move: K once if the lse is given, otherwise twice; the scores are 4 bytes per 2 d bytes of a bf16 K.
 //

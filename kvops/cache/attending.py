@@ -330,6 +330,7 @@ class RepeatingCache(AttendingCache, kind="repeat"):
 
         Raises:
             RuntimeError: No prompt has been attended yet.
+            ValueError: `first` is not among the tokens.
         """
         if self._ragged is not None:
             raise RuntimeError(
@@ -339,6 +340,8 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             raise RuntimeError(
                 f"{self.name}: repeating() must follow the attention of a prompt, got a cache without one"
             )
+        if not 0 <= first < self.seen:
+            raise ValueError(f"{self.name}: first must be one of the {self.seen} tokens of the prompt, got {first}")
         seen, self._first, self._gradients = self.seen, first, gradients
         try:
             yield
@@ -346,6 +349,11 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             self._first = self._gradients = None
             self._due = self._waiting = 0  # if the step failed
             self.crop(seen)
+
+    def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if self._first is None:
+            self._passes = None  # they were over other tokens
+        return super()._append(k, v)
 
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
         self.policy.check_readers(readers)
@@ -356,7 +364,7 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
             end = k_step.shape[2] - q.shape[2]
             hidden = None if self._inputs is None else self._inputs.hidden
-            every = View(k_step, v_step, self._step_pads, layer=self.layer)
+            every = View(k_step, v_step, self._step_pads, layer=self.layer, state=self.state)
             before = self._passes if self._passed == end else None
             self._passes = self.policy.add_pass(before, q, every, self._first, end, options, hidden, self._gradients)
             self._passed = end
@@ -394,17 +402,18 @@ def evict_repeated(caches: Sequence[RepeatingCache]) -> None:
             f"{policy.name}: with scope='model' the heads of all layers share a budget, expected the caches of all "
             f"{layers} layers, got {len(caches)}; use kvops.hf, or scope='layer'"
         )
-    views = [x.repeated() for x in caches]
     with ExitStack() as undone:
         for cache in caches:
             undone.enter_context(cache.undone_on_error())
-        full = [i for i, view in enumerate(views) if view.n > policy.room(view)]
-        if policy.scope == "model" and full:
-            full = list(range(len(views)))  # all or none, since they have one budget
-            kept = [own.pick(own.scores(view), view) for own, view in zip(policy.of_layers(views), views)]
+        if policy.scope == "layer":
+            for cache in caches:
+                view = cache.repeated()  # one by one, since a view may hold what passes observed
+                if view.n > policy.room(view):
+                    cache._keep(policy.choose(policy.scores(view), view, policy.room(view)), view)
         else:
-            kept = [policy.choose(policy.scores(views[i]), views[i], policy.room(views[i])) for i in full]
-        for i, indices in zip(full, kept):
-            caches[i]._keep(indices, views[i])
+            views = [x.repeated() for x in caches]
+            if any(view.n > policy.room(view) for view in views):  # all or none, since they have one budget
+                for cache, own, view in zip(caches, policy.of_layers(views), views):
+                    cache._keep(own.pick(own.scores(view), view), view)
         for cache in caches:
             cache._passes = None

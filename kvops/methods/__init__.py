@@ -1,6 +1,7 @@
 """The eviction methods: policies, one-shot functions, and the table of all methods."""
 
 from . import functions, table
+from .attention_matching import Matched
 from .base import BudgetPolicy, Compressed, KeyPolicy, Needs, Policy
 from .budgets import entropy_budgets, head_budgets
 from .functions import *  # noqa: F403
@@ -24,6 +25,7 @@ __all__ = [
     "Gates",
     "KeyPolicy",
     "LayerInputs",
+    "Matched",
     "Needs",
     "ObservedPolicy",
     "Policy",

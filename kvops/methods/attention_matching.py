@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from ..ops import window_attention
 from ..ops.api import MAX_WINDOW, Reduce
-from ..ops.checks import check_finite, check_int, check_queries
+from ..ops.checks import KEY_BIAS_SCALES, check_finite, check_int, check_queries, inference_only
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, Out, one_shot
 from .budgets import Budget, budget_tokens
@@ -26,10 +26,11 @@ from .repeating import WORDS, RepeatPolicy, rows_of_chunk
 from .select import readable_keys
 from .view import View
 
-LEAST_RIDGE = 1e-6  # so that the sums, which are in fp32, stay positive definite
+LEAST_RIDGE = 1e-4  # so that the sums, which are in fp32, stay positive definite
+MOST_BIAS = 30.0
 STEPS = 256  # of the gradient descent that fits the biases
 BLOCK = 1 << 23  # weights of rows and kept keys that are computed at a time
-GRAM = 1 << 26  # entries of the normal equations that are held at a time
+GRAM = 1 << 26  # entries of a matrix of normal equations that are held at a time, if one head of all rows has fewer
 #: The name of the biases in a cache's state.
 KEY_BIAS = "key_bias"
 
@@ -43,6 +44,9 @@ class Matched(Compressed):
     """
 
     key_bias: Tensor
+
+    def _replace(self, **changes: Any) -> Matched:
+        return Matched.of(super()._replace(**changes), self.key_bias)
 
     @classmethod
     def of(cls, kept: Compressed, key_bias: Tensor) -> Matched:
@@ -107,10 +111,11 @@ class AttentionMatching(RepeatPolicy):
         instruction: See `RepeatPolicy`.
         next_instruction: See `RepeatPolicy`.
         suffix: See `RepeatPolicy`.
-        queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
-        max_bias: The largest absolute bias; 0 fits none.
+        queries: About how many reference queries of a head a cache remembers of all passes, evenly spaced; at least one
+            of each pass.
+        max_bias: The largest absolute change of a bias by one fit, at most 30; 0 fits none.
         ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations, at least
-            1e-6.
+            1e-4.
 
     Source: Attention Matching, Zweiger et al., 2026, Sec. 3, with "highest attention" keys.
     """
@@ -130,7 +135,7 @@ class AttentionMatching(RepeatPolicy):
 
     def check(self) -> None:
         check_int(self.name, "queries", self.queries, 1)
-        check_finite(self.name, "max_bias", self.max_bias, 0.0)
+        check_finite(self.name, "max_bias", self.max_bias, 0.0, MOST_BIAS)
         check_finite(self.name, "ridge", self.ridge, LEAST_RIDGE)
         super().check()
 
@@ -169,9 +174,11 @@ class AttentionMatching(RepeatPolicy):
         self.check_holds(budget_tokens(self.budget, view.n), 0)
         if row_weights is None:
             row_weights = torch.ones_like(q_reference[..., 0], dtype=torch.float32)
+        self._check_row_weights(row_weights, q_reference)
         self._observe(view, q_reference, row_weights, logits)
         kept = self._compress(view, out)
-        return Matched.of(kept, view.state[KEY_BIAS].gather(2, kept.indices.clamp(min=0)))
+        bias = view.state[KEY_BIAS].gather(2, kept.indices.clamp(min=0))
+        return Matched.of(kept, bias.masked_fill(kept.indices < 0, 0.0))
 
     # Caches
 
@@ -193,13 +200,14 @@ class AttentionMatching(RepeatPolicy):
         valid = torch.as_tensor(end, device=q.device) - begin
         count = (valid - first).clamp(0, min(self.chunk, n - first))[:, None]
         counts = torch.arange(t, device=q.device) < rows_of_chunk(count, t)
-        every = -(-n // self.chunk) * t  # the rows of all passes, about
-        step = max(1, -(-every // self.queries))
+        every = n + -(-n // self.chunk) * max(0, t - min(self.chunk, n - first))  # the rows of all passes, about
+        step = min(t, max(1, -(-every // self.queries)))
         q, counts, scale = q[:, :, ::step], counts[:, ::step], self._scale(q, logits)
         ends = torch.as_tensor(end, dtype=torch.int32, device=q.device).view(-1, 1)
         whole = torch.arange(n + 1, n + t + 1, step, dtype=torch.int32, device=q.device)
+        options: dict[str, Any] = dict(scale=scale, key_bias=view.state.get(KEY_BIAS))
         lse, lse_of_all = (
-            _attended(view, q, _narrow(view.k), torch.where(counts, visible, 0).int(), scale=scale)[1]
+            _attended(view, q, _narrow(view.k), torch.where(counts, visible, 0).int(), **options)[1]
             for visible in (ends, whole)
         )
         weights = (lse - lse_of_all).exp().nan_to_num(0.0)  # 0 for rows that do not count
@@ -217,8 +225,18 @@ class AttentionMatching(RepeatPolicy):
     # The rule
 
     def _check_logits(self, logits: dict[str, Any]) -> None:
-        if softcap := logits.get("softcap"):
-            raise ValueError(f"{self.name}: softcap must be 0, because biases are not capped, got {softcap}")
+        if (softcap := logits.get("softcap", 0.0)) != 0:
+            raise ValueError(f"{self.name}: softcap must be 0, because biases are not capped, got {softcap!r}")
+        if logits.get("scale") is not None:
+            check_finite(self.name, "scale", logits["scale"], *KEY_BIAS_SCALES)
+
+    def _check_row_weights(self, weights: Tensor, q: Tensor) -> None:
+        inference_only(self.name, row_weights=weights)
+        if weights.shape != q.shape[:3] or weights.dtype != torch.float32 or weights.device != q.device:
+            raise ValueError(
+                f"{self.name}: row_weights must be torch.float32 {list(q.shape[:3])} on {q.device}, one per reference "
+                f"query, got {weights.dtype} {list(weights.shape)} on {weights.device}"
+            )
 
     @staticmethod
     def _scale(q: Tensor, logits: dict[str, Any]) -> float:
@@ -230,7 +248,7 @@ class AttentionMatching(RepeatPolicy):
         self._check_logits(logits)
         scale = self._scale(q, logits)
         end = torch.as_tensor(view.end, dtype=torch.int32, device=q.device).view(-1, 1)
-        visible = torch.where(row_weights.amax(1) > 0, end, 0).int().contiguous()
+        visible = torch.where((row_weights > 0).any(1), end, 0).int().contiguous()
         bias = view.state.get(KEY_BIAS)
         out, lse = _attended(view, q, view.v, visible, scale=scale, key_bias=bias)
         options: dict[str, Any] = dict(reduce=self.reduce, group_reduce=self.group_reduce, starts=view.starts)
@@ -251,7 +269,7 @@ class AttentionMatching(RepeatPolicy):
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         k, v = super().move(view, indices, out)
         if view.values is not None:
-            v.copy_(view.values)
+            v.copy_(torch.where(indices.unsqueeze(-1) < 0, readable_keys(self.name, v).float(), view.values))
         return k, v
 
 
@@ -289,12 +307,16 @@ def fitted(
         The biases, fp32 [b, Hk, m]; and the values, fp32 [b, Hk, m, dv]. Slots that are padding or none have the bias
         0 and their own value.
     """
+    if not indices.numel():
+        return indices.new_zeros(indices.shape, dtype=torch.float32), view.v.new_zeros(*indices.shape, view.v.shape[3])
     first = 0 if view.starts is None else view.starts[:, None, None]
     end = view.end if isinstance(view.end, int) else view.end[:, None, None]
     valid, at = (indices >= first) & (indices < end), indices.clamp(min=0)
     (b, heads, m), group = indices.shape, reference.q.shape[1] // indices.shape[1]
     keys, values = (readable_keys(op, x) for x in (view.k, view.v))
     q, row_weights, out, lse = (x.unflatten(1, (heads, group)).flatten(2, 3) for x in reference[:4])
+    largest = row_weights.amax(2, keepdim=True)
+    row_weights = row_weights / largest.where(largest > 0, 1.0)
     before = None if reference.key_bias is None else reference.key_bias.gather(2, at)
     biases, changed = [], []
     size = max(1, GRAM // max(1, b * m * m))

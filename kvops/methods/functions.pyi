@@ -140,10 +140,11 @@ def attentionmatching_compress(
             begin the answer. `kvops.hf` needs all three, which `kvops.hf.repeat_prompts` makes from a tokenizer; with
             () for each a pass reads the chunk alone. `kvops.Cache` and one-shot calls do not use them, because their
             caller runs the passes.
-        queries: The most reference queries of a head that a cache remembers of the passes, evenly spaced.
-        max_bias: The largest absolute bias; 0 fits none.
+        queries: About how many reference queries of a head a cache remembers of all passes, evenly spaced; at least one
+            of each pass.
+        max_bias: The largest absolute change of a bias by one fit, at most 30; 0 fits none.
         ridge: The damping of the values' changes, as a fraction of the mean diagonal of the normal equations, at least
-            1e-6.
+            1e-4.
         **call: scale, softcap (0), sink_logits, starts, lengths, fill_invalid, out, layout, layer, num_layers; see
             `MatchCall`, `Logits`, `LayerSpans` and `Spans`.
 

@@ -386,7 +386,7 @@ def window_attention(
 
     With `key_bias` the logits are scale * q_i . k_j + key_bias[j]. A key with the bias log(m) weighs as much as m equal
     keys: caches that merge or refit tokens, as Attention Matching does, keep the mass of the tokens they drop in it.
-    Biases of 0 change nothing.
+    On the CPU biases of 0 change no bit.
 
     With `cos` and `sin` the cache may hold keys before RoPE: the kernel rotates each key as it reads it. All results
     have the bits that `rope_at_slots` on K followed by this operator would give, without writing K and reading it

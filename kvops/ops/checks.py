@@ -383,6 +383,10 @@ def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
         )
 
 
+#: The least and the largest scale of the logits of a call with `key_bias`; kernels add key_bias / scale.
+KEY_BIAS_SCALES = (1e-6, 1e6)
+
+
 def check_key_bias(op: str, key_bias: Tensor, k: Tensor) -> None:
     inference_only(op, key_bias=key_bias)
     if key_bias.shape != k.shape[:3] or key_bias.dtype != torch.float32 or key_bias.device != k.device:
@@ -438,6 +442,9 @@ def check_attention(
         check_key_bias(op, key_bias, k)
         if softcap != 0:
             raise ValueError(f"{op}: softcap must be 0 with key_bias, got {softcap}")
+        low, high = KEY_BIAS_SCALES
+        if scale is not None and not low <= scale <= high:
+            raise ValueError(f"{op}: scale must lie in [{low:g}, {high:g}] with key_bias, got {scale}")
     check_vector(op, "starts", starts, b, q)
     check_vector(op, "sink_logits", sink_logits, query_heads, q, torch.float32)
     if sink_logits is not None:

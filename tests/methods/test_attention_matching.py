@@ -184,6 +184,30 @@ def test_a_row_of_a_pass_weighs_what_it_gives_to_the_prompt():
     seen = torch.arange(90) <= torch.arange(40, 90)[:, None]
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., :40].sum(-1)
     torch.testing.assert_close(cache._passes[..., -1].double(), weights, rtol=1e-5, atol=1e-6)
+    cache.evict()
+    bias, kept = cache.state["key_bias"], cache.k
+    with cache.repeating(0):  # now with the biases that the keys have
+        cache.attend(q, *own)
+    keys = torch.cat((kept, own[0]), 2).double().repeat_interleave(3, 1)
+    biases = torch.cat((bias.double(), torch.zeros(2, 2, 50)), 2).repeat_interleave(3, 1)
+    logits = q.double() @ keys.mT / 4 + biases.unsqueeze(2)
+    seen = torch.arange(80) <= torch.arange(30, 80)[:, None]
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[..., :30].sum(-1)
+    torch.testing.assert_close(cache._passes[..., -1].double(), weights, rtol=1e-5, atol=1e-6)
+
+
+def test_passes_over_other_tokens_are_forgotten():
+    k, v, q = make(n=40, rows=50)
+    cache = kvops.Cache(kvops.AttentionMatching(30))
+    cache.attend(kit.randn(2, 6, 40, 16), k, v)
+    with cache.repeating(0):
+        cache.attend(q, *kit.kv(2, 2, 50, 16, dv=8, seed=4))
+    cache.crop(39)
+    cache.attend(kit.randn(2, 6, 1, 16), *kit.kv(2, 2, 1, 16, dv=8))
+    with kit.refuses("AttentionMatching: evict", "got none since the last", kind=RuntimeError):
+        cache.evict()
+    with kit.refuses("first must be one of the 40 tokens", "got 40"), cache.repeating(40):
+        pass
 
 
 @pytest.mark.parametrize("mode", ["per_head", "shared", "adaptive"])
@@ -266,8 +290,49 @@ def test_few_queries_are_remembered():
     assert len(cache) == 30
 
 
+def test_heads_that_keep_fewer_and_empty_dims():
+    k, v, q = make(n=30)
+    budgets = torch.tensor([[8, 4], [5, 12]], dtype=torch.int32)
+    for fill in (False, True):
+        kept = kvops.attentionmatching_compress(k, v, q, budgets, fill_invalid=fill)
+        none = kept.indices < 0
+        assert none.any() and all((x[none] == 0).all() for x in (kept.key_bias, kept.k, kept.v))
+    assert kept._replace(v=v).key_bias is kept.key_bias
+    for empty in ((k[:0], v[:0], q[:0]), (k[:, :0], v[:, :0], q[:, :0])):
+        kept = kvops.attentionmatching_compress(*empty, 8, layout="bhnd")
+        assert kept.key_bias.shape == kept.indices.shape and kept.indices.numel() == 0
+
+
+def test_the_size_of_the_row_weights_does_not_matter():
+    k, v, q = make()
+    r = kit.randn(*q.shape[:3], seed=5).sigmoid()
+    want = kvops.attentionmatching_compress(k, v, q, 20, row_weights=r)
+    for factor in (2.0**-40, 2.0**30):
+        found = kvops.attentionmatching_compress(k, v, q, 20, row_weights=r * factor)
+        assert kit.same((*found, found.key_bias), (*want, want.key_bias))
+    kvops.attentionmatching_compress(k, v, q, 20, row_weights=r * 0)  # nothing counts
+
+
+def test_keys_that_are_alike_have_a_solution():
+    """The smallest damping suffices for sums in fp32."""
+    k = kit.randn(1, 1, 1, 16) + 1e-3 * kit.randn(1, 1, 600, 16)
+    v, q = kit.randn(1, 1, 600, 16), kit.randn(1, 1, 2000, 16)
+    for rows in (None, kit.randn(1, 1, 2000).sigmoid()):
+        kept = kvops.attentionmatching_compress(k, v, q, 500, ridge=1e-4, row_weights=rows)
+        assert kept.v.isfinite().all() and kept.key_bias.isfinite().all()
+
+
 def test_refusals():
     k, v, q = make()
+    for wrong in (torch.ones(2, 70), torch.ones(2, 6, 70).half(), torch.ones(2, 6, 71)):
+        with kit.refuses(r"row_weights must be torch.float32 \[2, 6, 70\]", "got"):
+            kvops.attentionmatching_compress(k, v, q, 20, row_weights=wrong)
+    with kit.refuses("row_weights must be a torch.Tensor", "got list", kind=TypeError):
+        kvops.attentionmatching_compress(k, v, q, 20, row_weights=[1.0])
+    with kit.refuses("row_weights must be finite and at least 0", "got -1"):
+        kvops.attentionmatching_compress(k, v, q, 20, row_weights=-torch.ones(2, 6, 70))
+    with kit.refuses("attentionmatching_compress: scale must", "got 1e-07"):
+        kvops.attentionmatching_compress(k, v, q, 20, scale=1e-7)
     with kit.refuses("attentionmatching_compress: softcap must be 0", "got 2.0"):
         kvops.attentionmatching_compress(k, v, q, 20, softcap=2.0)
     with kit.refuses("q_reference must", "got"):

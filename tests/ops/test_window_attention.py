@@ -105,7 +105,9 @@ def test_without_scores(dtype, group_reduce, rows, w, n):
 
 
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("group, w, d", [(1, 1, 32), (3, 1, 72), (8, 1, 16), (9, 1, 40), (2, 6, 32), (3, 20, 264)])
+@pytest.mark.parametrize(
+    "group, w, d", [(1, 1, 32), (3, 1, 72), (8, 1, 16), (9, 1, 40), (2, 6, 32), (3, 20, 72), (3, 20, 264)]
+)
 def test_key_bias(dtype, group, w, d):
     """Of any strides, with every option but a softcap; biases of 0 change no bit (no head dim of Hopper's kernels)."""
     n = 150
