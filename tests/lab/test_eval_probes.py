@@ -71,7 +71,7 @@ def test_a_shared_reading_is_cut_as_each_method_cuts_its_own(reader, filler, mon
     kvzap = [f"kvzap:gates={tmp_path / 'gates'}{x}" for x in ("", ",head_mode=adaptive")]
     shared, reader = (Reader(reader.model, filler.tokenizer, share=x) for x in (True, False))
     prompts, _ = asked(Passkey(DIGITS).prompts(filler, 256, 2, 0), "after")
-    staged = {x for x in METHODS if x.startswith(("laq", "kvzip", "kvgrad"))}
+    staged = {name for name, x in METHODS.items() if x.policy in (kvops.LAQ, kvops.KVzip, kvops.AttentionMatching)}
     read, feed = [], Reader.feed
     monkeypatch.setattr(Reader, "feed", lambda self, cache, ids: read.append(ids.shape[1]) or feed(self, cache, ids))
     alone = []
