@@ -23,8 +23,9 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
 - `<!-- ragged -->`: bench/experiments/ragged.py.
 - `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvgrad -->`, `<!-- dropkv -->`,
-  `<!-- kvzap -->`, `<!-- kvzap english -->`: the needles of eval-ragged.json, eval-shares.json, eval-kvzip-plus.json,
-  eval-kvgrad.json, eval-dropkv.json, eval-kvzap.json and eval-kvzap-english.json.
+  `<!-- attention matching -->`, `<!-- kvzap -->`, `<!-- kvzap english -->`: the needles of eval-ragged.json,
+  eval-shares.json, eval-kvzip-plus.json, eval-kvgrad.json, eval-dropkv.json, eval-attention-matching.json,
+  eval-kvzap.json and eval-kvzap-english.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
 - `<!-- partitions -->`: LagKV's partial match by lag and ratio, from eval-lagkv.json and eval-lag-long.json.
@@ -739,6 +740,7 @@ TABLES = {
     "kvzap": partial(by_heads_table, "kvzap"),
     "kvgrad": partial(by_heads_table, "kvgrad"),
     "dropkv": partial(by_heads_table, "dropkv"),
+    "attention matching": partial(by_heads_table, "attention-matching"),
     "kvzap english": partial(by_heads_table, "kvzap-english"),
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
