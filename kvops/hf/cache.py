@@ -218,7 +218,7 @@ class KVCache(DynamicCache):
             library's attention does not understand the model: keys that change after the cache, attention that is not
             causal, masks of four dims. Or a policy that uses all KV heads meets only some of them (tensor
             parallelism).
-        RuntimeError: Decode with `kvops.LAQ` before `lookahead`, or with `kvops.KVzip` before `repeat`.
+        RuntimeError: Decode with `kvops.LAQ` before `lookahead`, or with a `kvops.RepeatPolicy` before `repeat`.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> KVCache:

@@ -177,8 +177,8 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
     Args:
         model: A causal language model of transformers. PEFT or `torch.compile` may have wrapped it.
         policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
-            "snapkv:budget=1024". `kvops.KVzip` must have its words (`repeat_prompts`), because a block knows no
-            tokenizer.
+            "snapkv:budget=1024". A `kvops.RepeatPolicy` must have its words (`repeat_prompts`), because a block knows
+            no tokenizer.
 
     Returns:
         A `Compression` for `with`, or for `enable()` and `disable()`. It has the last call's `cache` and its `stats()`,
@@ -217,8 +217,8 @@ def generate(
     3. The eviction from the whole cache, by these queries.
     4. The decode.
 
-    With `kvops.KVzip` it runs the prefill, `repeat` and the decode. The prompts must be `input_ids`. Its words are the
-    policy's, or those that `repeat_prompts` makes from `tokenizer`.
+    With a `kvops.RepeatPolicy` it runs the prefill, `repeat` and the decode. The prompts must be `input_ids`. Its words
+    are the policy's, or those that `repeat_prompts` makes from `tokenizer`.
 
     Any number of threads may generate with one model. The model keeps the library's attention until the last of them is
     done. Calls that do not go through this function must not run while the attention is being switched. If there are
@@ -232,7 +232,7 @@ def generate(
         attention_mask: int64 [b, n], 0 for padding; None: no padding.
         logits_processor: Logits processors of transformers.
         kwargs: Further arguments of `model.generate`, except past_key_values. With `tokenizer`, which `model.generate`
-            takes too, `kvops.KVzip` gets its words if it has none.
+            takes too, a `kvops.RepeatPolicy` gets its words if it has none.
 
     Returns:
         What `model.generate` returns. With `return_dict_in_generate=True` its `past_key_values` is the cache. After LAQ

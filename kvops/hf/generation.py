@@ -142,7 +142,7 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
 
 
 def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """Return the settings of `kvops.KVzip` that ask a model to repeat its prompt, in the authors' words.
+    """Return the settings of `kvops.KVzip` and its like that ask a model to repeat its prompt, in the authors' words.
 
     `generate` does it with `tokenizer=`, and the evaluation with the model's tokenizer, if the policy has none.
 

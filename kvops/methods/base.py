@@ -140,9 +140,9 @@ class Needs(NamedTuple):
             `remember` makes them. If heads differ in length, their values in the gaps (`View.gaps`) are arbitrary, and
             `evict` cannot change them.
         model: The settings that `kvops.hf.for_model` takes from a model, or its tokenizer, if they are None: "w_o",
-            "statistics", or KVzip's words.
-        stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in `KVzip`. Until
-            then a cache keeps the whole prompt.
+            "statistics", or the words of a `RepeatPolicy`.
+        stage: A stage between prompt and decode, which `kvops.hf` runs: "draft" in `LAQ`, "repeat" in a `RepeatPolicy`.
+            Until then a cache keeps the whole prompt.
         statistics: The statistics of the prompt's own queries (`View.statistics`), without those of the first `sinks`
             tokens. A cache gathers them for policies that score by K and V, if it is given the model's `rope`.
         inputs: What each attention module is called with: `View.hidden`, `View.token_ids` and `View.module`, of the
