@@ -141,8 +141,8 @@ __device__ inline float logit_of(const Window& p, float product, float unit) {
   return p.softcap * unit * tanhf(product * p.scale / p.softcap);
 }
 
-// The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so the loops after
-// it are the same with and without. Of up to 32 keys a lane reads the bias of one, where it is needed, and the lanes
+// The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so what follows is
+// the same with and without biases. Of up to 32 keys a lane reads the bias of one, where it is needed, and the lanes
 // exchange them: this takes the fewest registers. The address is computed from `head`, which the kernels need anyway.
 template <bool kPaged>
 struct KeyBias {

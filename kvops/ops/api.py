@@ -410,8 +410,8 @@ def window_attention(
         scores: If False, compute the attention alone. This saves the second read of K (w > 1) or the workspace of
             logits (w = 1).
         key_bias: fp32 [b, Hk, n], added to the logits of each key, any strides; `softcap` must then be 0 and `scale` in
-            [1e-6, 1e6]. With `block_table` it lies in pages as K does: [num_pages, Hk, page_size]. If a
-            bias is not finite, neither is the key's logit.
+            [1e-6, 1e6]. With `block_table` it lies in pages as K does: [num_pages, Hk, page_size]. If a bias is not
+            finite, or too large for fp32 when divided by `scale`, the key's logit counts as not finite.
         block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:

@@ -388,6 +388,7 @@ KEY_BIAS_SCALES = (1e-6, 1e6)
 
 
 def check_key_bias(op: str, key_bias: Tensor, k: Tensor) -> None:
+    """Checks that biases of the keys are fp32 [b, Hk, n], like k."""
     inference_only(op, key_bias=key_bias)
     if key_bias.shape != k.shape[:3] or key_bias.dtype != torch.float32 or key_bias.device != k.device:
         raise ValueError(
