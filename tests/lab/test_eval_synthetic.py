@@ -215,10 +215,11 @@ def test_every_method_runs(method, block):
     try:
         found, _ = run(method, 128, 1, block=block, layers=4)
     except Unreachable as error:
-        if method in ("kvzip", "kvzip+", "kvgrad") and block:
+        repeats = method in ("kvzip", "kvzip+", "kvgrad", "attention-matching")
+        if repeats and block:
             assert "second reading" in str(error)
-        elif method in ("kvzip", "kvzip+", "kvgrad"):
-            assert "have no q_repeat" in str(error)
+        elif repeats:
+            assert "have no q_re" in str(error)  # q_repeat, q_reference
         elif method in ("criticalkv", "defensivekv", "expected-attention", "triattention", "kvzap"):
             assert "of a model" in str(error)
         else:

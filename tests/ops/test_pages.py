@@ -459,6 +459,8 @@ def test_policies_that_take_no_pages(policy):
         call = dict(PLACE, lengths=kit.int32(32), block_table=pages.block_table)
         if isinstance(policy, kvops.KVzip):
             call |= dict(q_repeat=kit.randn(1, 4, 8, 16), k_repeat=kit.randn(1, 2, 8, 16))
+        if isinstance(policy, kvops.AttentionMatching):
+            call |= dict(q_reference=kit.randn(1, 4, 8, 16))
         if isinstance(policy, kvops.KVzap):
             call |= dict(hidden=kit.randn(1, 32, 8))
         policy.compress_(pages.k, pages.v, **call)
