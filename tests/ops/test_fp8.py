@@ -12,7 +12,7 @@ import kvops
 from calls import direct, inputs
 from kvops import ops
 from kvops.ops import reference
-from test_pages import LAYOUTS, PAGED_CALLS, results, to_pages
+from test_pages import LAYOUTS, PAGED_CALLS, results, to_pages, with_paged_bias
 
 pytestmark = kit.every_device
 
@@ -34,9 +34,7 @@ def in_pages(arguments: dict, size: int, seed: int, layout: str) -> dict:
     pages = to_pages(k.bfloat16(), v.bfloat16(), size, seed, layout)
     views = LAYOUTS[layout][1](pages.memory.to(k.dtype))
     rows = {"k": views[0][..., : k.shape[3]], "v": views[1][..., : v.shape[3]]}
-    if arguments.get("key_bias") is not None:
-        bias = arguments["key_bias"].unsqueeze(-1)
-        arguments = arguments | {"key_bias": to_pages(bias, bias, size, seed, layout).k.squeeze(-1)}
+    arguments = with_paged_bias(arguments, size, seed, layout)
     return arguments | {x: rows[x] for x in rows if x in arguments} | {"block_table": pages.block_table}
 
 

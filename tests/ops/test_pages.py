@@ -96,10 +96,16 @@ def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dic
         }
     rows = [name for name in ("k", "v") if name in arguments]
     pages = to_pages(arguments[rows[0]], arguments[rows[-1]], size, seed, layout)
-    if arguments.get("key_bias") is not None:
-        bias = arguments["key_bias"].unsqueeze(-1)
-        arguments = {**arguments, "key_bias": to_pages(bias, bias, size, seed, layout).k.squeeze(-1)}
+    arguments = with_paged_bias(arguments, size, seed, layout)
     return {**arguments, **{name: getattr(pages, name) for name in rows}, "block_table": pages.block_table}
+
+
+def with_paged_bias(arguments: dict, size: int, seed: int, layout: str) -> dict:
+    """Return the arguments with the keys' biases, if there are any, in the pages that K has."""
+    if arguments.get("key_bias") is None:
+        return arguments
+    bias = arguments["key_bias"].unsqueeze(-1)
+    return {**arguments, "key_bias": to_pages(bias, bias, size, seed, layout).k.squeeze(-1)}
 
 
 def results(overload, arguments: dict) -> list[Tensor]:
