@@ -22,7 +22,7 @@ from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, Out, one_shot
 from .budgets import Budget, budget_tokens
 from .queries import Logits
-from .repeating import WORDS, RepeatPolicy, rows_of_chunk
+from .repeating import WORDS, RepeatPolicy, rows_of_chunk, tokens_of_chunk
 from .select import readable_keys
 from .view import View
 
@@ -196,9 +196,7 @@ class AttentionMatching(RepeatPolicy):
         """The reference queries and, behind their channels, their row weights: [b, Hq, any, d + 1]."""
         self._check_logits(logits)
         t, n = q.shape[2], view.n - q.shape[2]
-        begin = torch.zeros(len(q), dtype=torch.int64, device=q.device) if view.starts is None else view.starts
-        valid = torch.as_tensor(end, device=q.device) - begin
-        count = (valid - first).clamp(0, min(self.chunk, n - first))[:, None]
+        _, count = tokens_of_chunk(view, first, end, max(0, min(self.chunk, n - first)))
         counts = torch.arange(t, device=q.device) < rows_of_chunk(count, t)
         every = n + -(-n // self.chunk) * max(0, t - min(self.chunk, n - first))  # the rows of all passes, about
         step = min(t, max(1, -(-every // self.queries)))

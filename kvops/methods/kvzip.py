@@ -26,7 +26,7 @@ from .base import Compressed, LayerSpans, Needs, one_shot
 from .budgets import budget_tokens
 from .projection import Projection, output_norms
 from .queries import Logits
-from .repeating import WORDS, RepeatPolicy, rows_of_chunk
+from .repeating import WORDS, RepeatPolicy, rows_of_chunk, tokens_of_chunk
 from .view import View
 
 
@@ -301,9 +301,7 @@ def _pass_slots(
         [b, t].
     """
     device = view.k.device
-    begin = torch.zeros(view.rows, dtype=torch.int64, device=device) if view.starts is None else view.starts.long()
-    valid = torch.as_tensor(end, device=device) - begin  # [b]
-    count = (valid - first).clamp(0, most)[:, None]  # the tokens of the chunk
+    begin, count = tokens_of_chunk(view, first, end, most)
     slot = torch.arange(held + most + t, device=device)
     own = slot - held - count
     at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)

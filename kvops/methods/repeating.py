@@ -157,6 +157,16 @@ class RepeatPolicy(QueryPolicy):
         return {"budget": budget, "sinks": min(4, budget)}
 
 
+def tokens_of_chunk(view: View, first: int, end: Tensor | int, most: int) -> tuple[Tensor, Tensor]:
+    """Each row's first slot, int64 [b], and how many tokens it has in a chunk of at most `most`, int64 [b, 1].
+
+    first, end: as in `RepeatPolicy.add_pass`.
+    """
+    device = view.k.device
+    begin = torch.zeros(view.rows, dtype=torch.int64, device=device) if view.starts is None else view.starts.long()
+    return begin, (torch.as_tensor(end, device=device) - begin - first).clamp(0, most)[:, None]
+
+
 def rows_of_chunk(count: Tensor, t: int) -> Tensor:
     """How many of the t rows of a pass count for chunks of `count` tokens: fewer for shorter chunks, none if empty."""
     return torch.where(count > 0, t - (count.max() - count), 0)
