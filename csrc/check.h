@@ -130,8 +130,21 @@ inline DType check_read_dtype(const char* op, const char* name, const Tensor& x)
            dtype_name(dtype_of(x)));
   }
 }
-inline bool is_fp8(DType dtype) {
-  return dtype == DType::e4m3 || dtype == DType::e5m2;
+// For rows that may have scales: int8 is allowed too.
+inline DType check_scaled_dtype(const char* op, const char* name, const Tensor& x) {
+  switch (dtype_of(x)) {
+    case ScalarType::Char:
+      return DType::i8;
+    case ScalarType::Float8_e4m3fn:
+    case ScalarType::Float8_e5m2:
+    case ScalarType::Float:
+    case ScalarType::Half:
+    case ScalarType::BFloat16:
+      return check_read_dtype(op, name, x);
+    default:
+      fail(op, ": ", name, " must be float32, float16, bfloat16, float8_e4m3fn, float8_e5m2 or int8, got ",
+           dtype_name(dtype_of(x)));
+  }
 }
 
 // For rows that are moved but not computed with: one-byte types too, that is fp8 and the integers it may be stored as.
@@ -204,7 +217,7 @@ inline KV check_cache(const char* op, const char* name, const Tensor& x, const O
   return kv;
 }
 
-// For rows that are computed with: kernels widen fp8 to bf16, so row_bytes counts 2 bytes per element.
+// For rows that are computed with: kernels widen 1-byte types to bf16, so row_bytes counts 2 bytes per element.
 inline KV as_read(KV kv, const Tensor& x) {
   if (x.element_size() == 1) kv.view.row_bytes *= 2;
   return kv;
@@ -232,7 +245,7 @@ struct KVPair {
   KV k, v;
 };
 
-// check_type is check_dtype or check_read_dtype; check_moved_dtype if the operator only moves rows.
+// check_type is check_dtype, check_read_dtype or check_scaled_dtype; check_moved_dtype if the operator only moves rows.
 template <class CheckType>
 KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
                      const CheckType& check_type, bool written = false) {
@@ -248,8 +261,9 @@ KVPair check_kv_pair(const char* op, const Tensor& k, const Tensor& v, const Opt
 }
 
 // For rows that are computed with.
-inline KVPair check_read_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table) {
-  const KVPair kv = check_kv_pair(op, k, v, block_table, check_read_dtype);
+inline KVPair check_read_pair(const char* op, const Tensor& k, const Tensor& v, const OptionalTensor& block_table,
+                              DType check_type(const char*, const char*, const Tensor&) = check_read_dtype) {
+  const KVPair kv = check_kv_pair(op, k, v, block_table, check_type);
   return {as_read(kv.k, k), as_read(kv.v, v)};
 }
 

@@ -17,6 +17,7 @@ inline void with_dtype(DType dtype, const Fn& fn) {
       return fn(BFloat16{});
     case DType::e4m3:
     case DType::e5m2:
+    case DType::i8:
       __builtin_trap();
   }
 }
@@ -27,6 +28,13 @@ inline void with_read_dtype(DType dtype, const Fn& fn) {
   if (dtype == DType::e4m3) return fn(E4M3{});
   if (dtype == DType::e5m2) return fn(E5M2{});
   with_dtype(dtype, fn);
+}
+
+// The same where rows may have scales: T may also be Int8.
+template <class Fn>
+inline void with_scaled_dtype(DType dtype, const Fn& fn) {
+  if (dtype == DType::i8) return fn(Int8{});
+  with_read_dtype(dtype, fn);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ struct Call;  // call.h
 
 constexpr int64_t kMaxHeadDim = 1024;  // CUDA kernels: one warp holds a row in registers
 
-enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2 };
+enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, i8 };
 
 // fp16 and bf16 as stored: 2 bytes, converted to float for all arithmetic.
 struct Half {
@@ -33,6 +33,10 @@ struct E4M3 {
 };
 struct E5M2 {
   uint8_t bits;
+};
+// int8 as stored, of rows with a scale each: 1 byte, also widened to bf16 (exact), before the scale.
+struct Int8 {
+  int8_t value;
 };
 
 // The rows of one head of one request. In dense memory they are evenly spaced; in paged memory only within a page.
@@ -128,12 +132,12 @@ struct RowWalk {
 struct KVView {
   char* data;
   int64_t stride_b, stride_h, stride_n;  // bytes; if paged, stride_b is the distance between pages
-  int64_t row_bytes;                     // d * itemsize, a multiple of 16; for fp8 that is computed with, the bf16 size
-  const int32_t* table = nullptr;        // [b, any], or null: dense memory
-  int64_t table_stride = 0;              // elements
-  int32_t page_size = 0;                 // slots
-  uint32_t num_pages = 0;                // pages in the pool
-  uint64_t reciprocal = 0;               // reciprocal_of(page_size)
+  int64_t row_bytes;  // d * itemsize, a multiple of 16; for 1-byte types that are computed with, the bf16 size
+  const int32_t* table = nullptr;  // [b, any], or null: dense memory
+  int64_t table_stride = 0;        // elements
+  int32_t page_size = 0;           // slots
+  uint32_t num_pages = 0;          // pages in the pool
+  uint64_t reciprocal = 0;         // reciprocal_of(page_size)
 
   // Whether x has the same row spacing.
   KVOPS_HOST_DEVICE bool same_strides(const KVView& x) const {

@@ -14,13 +14,13 @@ STABLE_TORCH_LIBRARY(kvops, m) {
   m.def(
       "window_scores(Tensor q, Tensor k, Tensor visible, Tensor? lse=None, *, float? scale=None, "
       "int score=0, int reduce=0, int group_reduce=1, Tensor? starts=None, float softcap=0.0, "
-      "Tensor? sink_logits=None, Tensor? row_weights=None, Tensor? block_table=None) -> Tensor");
+      "Tensor? sink_logits=None, Tensor? row_weights=None, Tensor? k_scale=None, Tensor? block_table=None) -> Tensor");
   // The last queries' attention output, log-sum-exp and window scores in one call; can rotate keys as it reads them.
   m.def(
       "window_attention(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int reduce=0, "
       "int group_reduce=1, Tensor? starts=None, float softcap=0.0, Tensor? sink_logits=None, Tensor? cos=None, "
-      "Tensor? sin=None, bool interleaved=False, bool scores=True, Tensor? key_bias=None, "
-      "Tensor? block_table=None) -> (Tensor, Tensor, Tensor)");
+      "Tensor? sin=None, bool interleaved=False, bool scores=True, Tensor? key_bias=None, Tensor? k_scale=None, "
+      "Tensor? v_scale=None, Tensor? block_table=None) -> (Tensor, Tensor, Tensor)");
   // DropKV scores: how far the outputs of the last queries move if a token is dropped.
   m.def(
       "drop_scores(Tensor q, Tensor k, Tensor v, Tensor visible, *, float? scale=None, int group_reduce=1, "

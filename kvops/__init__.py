@@ -34,6 +34,7 @@ from .methods import *  # noqa: F403
 from .methods.functions import *  # noqa: F403  (mypy does not follow how methods.__all__ is made)
 from .methods.table import *  # noqa: F403  (the same)
 from .ops.flash_attention import attention, attention_backends
+from .ops.int8 import dequantize_rows, quantize_rows
 from .ops.ladder import LadderPlan, LadderState, lacache_plan
 from .ops.rope import Rope
 from .version import __version__
@@ -50,9 +51,11 @@ __all__ = [
     "attention_backends",
     "build_info",
     "debug_checks",
+    "dequantize_rows",
     "distributed",
     "lacache_plan",
     "ops",
+    "quantize_rows",
 ]
 __all__ += methods.__all__
 

@@ -58,7 +58,7 @@ Roles = tuple[int | None, ...]
 #: Arguments by their names in the schemas: [batch, heads, ...], [batch, ...], [heads], by columns, and neither.
 _BOTH = frozenset(
     ("k", "v", "q", "k_out", "v_out", "scores", "indices", "anchor", "budgets", "lse", "prototypes", "assignment")
-    + ("row_weights", "key_bias", "cluster_scores", "sat_indices", "buckets")
+    + ("row_weights", "key_bias", "k_scale", "v_scale", "cluster_scores", "sat_indices", "buckets")
 )
 _BY_BATCH = frozenset(("starts", "lengths", "block_table"))
 _BY_HEAD = frozenset(("sink_logits",))
@@ -67,7 +67,14 @@ _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
 #: [heads, ...], after a batch dim if they have this many dims.
 _BY_HEAD_MAYBE_BATCH = {"mean": 3, "cov": 4, "centers": 3, "norms": 3}
-_BY_TOKEN = {"k": 4, "v": 4, "scores": 3, "key_bias": 3}  # they have a token dim if they have this many dims
+_BY_TOKEN = {
+    "k": 4,
+    "v": 4,
+    "scores": 3,
+    "key_bias": 3,
+    "k_scale": 3,
+    "v_scale": 3,
+}  # they have a token dim if they have this many dims
 _ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
 _scores = torch.ops.kvops.window_scores.default
 _library: torch.library.Library | None = None
@@ -134,7 +141,7 @@ def overloads() -> Iterator[OpOverload]:
 def dims_of(name: str, dims: int, pages: bool) -> tuple[int | None, int | None, int | None]:
     """The batch, head and token dims of an argument with `dims` dims. pages: K and V are pages."""
     if name in _BOTH:
-        paged = pages and name in ("k", "v", "key_bias")
+        paged = pages and name in ("k", "v", "key_bias", "k_scale", "v_scale")
         return None if paged else 0, 1, 2 if dims == _BY_TOKEN.get(name) and not paged else None
     if name in _BY_HEAD:
         return None, 0, None
@@ -347,12 +354,14 @@ def _window_attention(overload: OpOverload, call: dict[str, Any], tokens: _Token
 
 def _window_scores(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) -> Any:
     k, own = call["k"], _own_window("window_scores", call, tokens)
-    overload(**{**own, "k": k[:, :, :0], "visible": own["visible"] * 0, "starts": None})  # checks the rest
+    scale = call.get("k_scale")
+    none = {"k": k[:, :, :0], "k_scale": None if scale is None else scale[:, :, :0]}
+    overload(**{**own, **none, "visible": own["visible"] * 0, "starts": None})  # checks the rest
     lse = call.get("lse")
     if lse is None and call.get("score", 0) == SCORES["softmax"]:
-        attended = {x: own[x] for x in ("q", "k", "visible", "scale", "starts", "softcap") if x in own}
+        attended = {x: own[x] for x in ("q", "k", "visible", "scale", "starts", "softcap", "k_scale") if x in own}
         v = k[..., : 16 // k.element_size()]  # the output is not used: the shortest rows that V can have
-        own_lse = torch.ops.kvops.window_attention.default(**attended, v=v, scores=False)[1]
+        own_lse = torch.ops.kvops.window_attention.default(**attended, v=v, v_scale=scale, scores=False)[1]
         lse = tokens.gather(own_lse).logsumexp(0)
     return tokens.sharded(_own_scores(call, own, lse))
 
@@ -373,7 +382,7 @@ def _own_scores(call: dict[str, Any], own: dict[str, Any], lse: Tensor | None) -
     a group one by one, with the maximum over a group of one head, which reads K once per head of a group.
     """
     options: dict[str, Any] = {
-        x: y for x, y in own.items() if x in ("k", "visible", "scale", "score", "starts", "softcap")
+        x: y for x, y in own.items() if x in ("k", "visible", "scale", "score", "starts", "softcap", "k_scale")
     }
     reduce, group_reduce = call.get("reduce", REDUCTIONS["sum"]), call.get("group_reduce", REDUCTIONS["mean"])
     mean_over_rows = reduce == REDUCTIONS["mean"]

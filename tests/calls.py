@@ -71,6 +71,12 @@ class Inputs:
     def __post_init__(self):
         self.plan = ladder_plan(self.n)
 
+    def int8(self, rows: int = 6) -> dict[str, Tensor]:
+        """The last rows of q, and K and V as int8, all with their channels twice: int8 rows have at least 16."""
+        q, k, v = (torch.cat((x, x), -1) for x in (self.q[:, :, -rows:], self.k, self.v))
+        (k, k_scale), (v, v_scale) = kvops.quantize_rows(k), kvops.quantize_rows(v)
+        return dict(q=q.bfloat16(), k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+
     @property
     def n(self) -> int:
         return self.k.shape[2]
@@ -241,6 +247,17 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     ),
     "window_attention, no scores, one row": lambda x: ops.window_attention(
         x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), group_reduce="none", scores=False
+    ),
+    "window_scores, int8": lambda x: (
+        ops.window_scores(
+            visible=x.visible, starts=x.starts, **{a: y for a, y in x.int8().items() if a not in ("v", "v_scale")}
+        ),
+    ),
+    "window_attention, int8": lambda x: ops.window_attention(
+        **x.int8(), visible=x.visible, starts=x.starts, key_bias=x.key_bias
+    ),
+    "window_attention, int8, one row": lambda x: ops.window_attention(
+        **x.int8(1), visible=x.visible[:, -1:].contiguous(), softcap=SOFTCAP, sink_logits=x.sink_logits
     ),
     "window_attention, RoPE": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible, cos=x.angles[0], sin=x.angles[1], interleaved=True, starts=x.starts
@@ -419,7 +436,11 @@ class Recorder(TorchDispatchMode):
 
 
 def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
-    """Return, for each overload, the arguments of a call that succeeds, with every tensor that it takes."""
+    """Return, for each overload, the arguments of a call that succeeds, with every tensor that it takes.
+
+    int8 keys and values have arguments that others do not have, and the other way round: a second call, by the name of
+    the overload and ", int8".
+    """
     plan = list(x.plan.encoded)
     ladder = dict(k=[x.k], v=[x.v], plan=plan, layer=[3], inv_freq=x.inv_freq)
     span = dict(starts=x.starts, lengths=x.lengths)
@@ -434,6 +455,8 @@ def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
             window, lse=ops.window_attention(v=x.v, **window)[1], row_weights=torch.rand(*x.q.shape[:3])
         ),
         "window_attention": dict(window, v=x.v, key_bias=x.key_bias, **tables),
+        "window_attention, int8": window | x.int8(),
+        "window_scores, int8": {name: y for name, y in (window | x.int8()).items() if name not in ("v", "v_scale")},
         "drop_scores": dict(window, v=x.v),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),

@@ -154,8 +154,10 @@ def causal(w: int, n: int) -> Tensor:
     return (torch.arange(w, dtype=torch.int32) + (n - w + 1)).clamp(min=0)
 
 
-def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, **_) -> float:
+def softmax_condition(q: Tensor, k: Tensor, scale: float | None = None, k_scale: Tensor | None = None, **_) -> float:
     """Return assert_close's condition: exp(logit) has the relative error that the logit has as absolute error."""
+    if k_scale is not None:
+        k = k.double() * k_scale.double().unsqueeze(-1)
     size = q.abs().double().unflatten(1, (k.shape[1], -1)) @ k.double().nan_to_num(0, 0, 0).abs().unsqueeze(2).mT
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return max(1.0, size.nan_to_num(0, 0, 0).max().item() * scale) if size.numel() else 1.0

@@ -469,10 +469,10 @@ inline void load(const Half* p, F* out) {  // converts from memory operands: hal
 }
 #endif
 
-// `bytes` of fp8, at most half a register, as bf16 numbers of the same values; the rest is zeros. For 16-bit lanes,
-// exponent and mantissa only shift; numbers with exponent 0 come from a table.
+// `bytes` of fp8 or int8, at most half a register, as bf16 numbers of the same values; the rest is zeros. In 16-bit
+// lanes, exponent and mantissa of fp8 only shift; numbers with exponent 0 come from a table.
 template <class T>
-inline U load_fp8(const T* p, int64_t bytes) {
+inline U load_bytes(const T* p, int64_t bytes) {
 #if defined(__AVX512BW__)
   constexpr int kMantissa = Fp8<T>::kMantissa, kUp = 7 - kMantissa, kLeast = (127 - Fp8<T>::kBias) << 7;
   // Numbers with exponent 0, by mantissa.
@@ -501,19 +501,46 @@ inline U load_fp8(const T* p, int64_t bytes) {
   return (U)fp8_to_float<T>(pairs & 0xffu) >> 16 | (U)fp8_to_float<T>(pairs >> 8);
 #endif
 }
+// The same of int8 as floats, placed like bf16's.
+inline void load_integers(const Int8* p, int64_t bytes, F* out) {
+  typedef uint16_t Pairs __attribute__((vector_size(VB / 2)));
+  Pairs raw = {};
+  memcpy(&raw, p, bytes);
+  const U pairs = __builtin_convertvector(raw, U);
+  out[0] = __builtin_convertvector((I)(pairs << 24) >> 24, F);
+  out[1] = __builtin_convertvector((I)(pairs << 16) >> 24, F);
+}
+inline U load_bytes(const Int8* p, int64_t bytes) {
+#if defined(__AVX512BF16__)
+  __m256i raw = _mm256_setzero_si256();
+  memcpy(&raw, p, bytes);
+  const auto floats = [](__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); };
+  const __m512 low = floats(_mm256_castsi256_si128(raw)), high = floats(_mm256_extracti128_si256(raw, 1));
+  return (U)_mm512_cvtne2ps_pbh(high, low);
+#else
+  F x[2];
+  load_integers(p, bytes, x);
+  return (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
+#endif
+}
+inline void load(const Int8* p, F* out) {
+  load_integers(p, VB / 2, out);
+}
 inline void load(const E4M3* p, F* out) {
-  widen(load_fp8(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
+  widen(load_bytes(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
 }
 inline void load(const E5M2* p, F* out) {
-  widen(load_fp8(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
+  widen(load_bytes(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));
 }
 
-// Loads the last register of a row if it is partly filled: `bytes` of it (a multiple of 16), the rest zeros. For fp8,
-// `bytes` is the size in bf16.
+// Loads the last register of a row if it is partly filled: `bytes` of it (a multiple of 16), the rest zeros. For 1-byte
+// types, `bytes` is the size in bf16.
 template <class T>
 inline void load_part(const T* p, int bytes, F* out) {
-  if constexpr (sizeof(T) == 1) {
-    widen(load_fp8(p, bytes / 2), out, static_cast<const BFloat16*>(nullptr));
+  if constexpr (__is_same(T, Int8)) {
+    load_integers(p, bytes / 2, out);
+  } else if constexpr (sizeof(T) == 1) {
+    widen(load_bytes(p, bytes / 2), out, static_cast<const BFloat16*>(nullptr));
   } else {
 #if defined(__AVX512F__)
     const U raw = (U)_mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << (bytes / 4)) - 1), p);

@@ -47,16 +47,16 @@ struct Choose<false, A, B> {
   typedef B Type;
 };
 
-// Converts a block of fp8 rows to bf16, at `to`.
+// Converts a block of fp8 or int8 rows to bf16, at `to`.
 template <class T>
-void widen_fp8(Block& block, int64_t d, float* to) {
+void widen_bytes(Block& block, int64_t d, float* to) {
   const RowShape shape = row_shape<T>(2 * d);
   const int64_t stride = round_up(2 * d, 4 * kMaxLanes);
   for (int i = 0; i < block.count; ++i) {
     const T* const from = reinterpret_cast<const T*>(block.row(i));
     char* const row = reinterpret_cast<char*>(to) + i * stride;
     for (int c = 0; c < shape.registers(); ++c) {
-      const U bits = load_fp8(from + c * (VB / 2), (c < shape.full ? VB : shape.part) / 2);
+      const U bits = load_bytes(from + c * (VB / 2), (c < shape.full ? VB : shape.part) / 2);
       memcpy(row + c * VB, &bits, VB);  // rows are padded to whole registers
     }
   }
@@ -64,12 +64,13 @@ void widen_fp8(Block& block, int64_t d, float* to) {
 }
 
 // Rows of K or V in the dtype of the arithmetic. `rows` has space for kBlock addresses, `widened` for as many converted
-// fp8 rows.
+// 1-byte rows.
 inline Block read_block(const Window& p, const KVView& view, int64_t head, int64_t first, int64_t count,
                         const char** rows, float* widened) {
   Block block = block_of(view.head(head / p.heads, head % p.heads), first, count, rows);
-  if (p.stored == DType::e4m3) widen_fp8<E4M3>(block, view.row_bytes / 2, widened);
-  if (p.stored == DType::e5m2) widen_fp8<E5M2>(block, view.row_bytes / 2, widened);
+  if (p.stored == DType::e4m3) widen_bytes<E4M3>(block, view.row_bytes / 2, widened);
+  if (p.stored == DType::e5m2) widen_bytes<E5M2>(block, view.row_bytes / 2, widened);
+  if (p.stored == DType::i8) widen_bytes<Int8>(block, view.row_bytes / 2, widened);
   return block;
 }
 
@@ -80,10 +81,10 @@ struct Chunk {
   int64_t segment, in_segment;
 };
 
-// The biases of a block's keys (key_bias).
-inline void read_biases(const Window& p, int64_t head, const Block& block, float* biases) {
-  const HeadRows rows = p.key_bias.head(head / p.heads, head % p.heads);
-  for (int i = 0; i < block.count; ++i) memcpy(biases + i, rows.row(block.first + i), 4);
+// The values of a block's keys in one of the tensors that have one per key (key_bias, k_scale, v_scale).
+inline void read_key_values(const Window& p, const KVView& of, int64_t head, const Block& block, float* values) {
+  const HeadRows rows = of.head(head / p.heads, head % p.heads);
+  for (int i = 0; i < block.count; ++i) memcpy(values + i, rows.row(block.first + i), 4);
 }
 
 // tile[key][N vectors] = scale * q . k, over `words` words. q: [words][N vectors].
@@ -148,7 +149,7 @@ struct WindowWorker {
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 in lanes without a row
   const char* key_rows[kBlock];            // the current block's rows, if it is paged
-  float biases[kBlock];                    // of the current block's keys, if they have any
+  float biases[kBlock], scales[kBlock];    // of the current block's keys, if they have any
   int64_t head = -1;                       // batch * heads + head, of the packed head
   int64_t first = 0, last = 0, whole = 0;  // some row sees [first, last); all lanes see everything below `whole`
   float weight = 0;                        // of a row: 1, or the factor that turns sums into means
@@ -271,7 +272,15 @@ struct WindowWorker {
     block = read_block(p, p.k, head, block.first, block.count, key_rows, wide_keys);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
-    if (p.key_bias.data) read_biases(p, head, block, biases);
+    if (p.key_bias.data) read_key_values(p, p.key_bias, head, block, biases);
+    if (p.k_scale.data) read_key_values(p, p.k_scale, head, block, scales);
+  }
+
+  // Multiplies what the tile has for each key.
+  template <int N>
+  void scale_tile(const Block& block, const float* by_key) const {
+    for (int i = 0; i < block.count; ++i)
+      for (float *x = tile + i * N * VL, *end = x + N * VL; x < end; x += VL) store(x, load(x) * by_key[i]);
   }
 
   // Fills the tile with the logits of a chunk's rows, [key][N vectors].
@@ -279,6 +288,7 @@ struct WindowWorker {
   void logits(const Block& block, const Chunk& chunk) const {
     const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
     multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, scale, tile);
+    if (p.k_scale.data) scale_tile<N>(block, scales);
     for (int i = 0; p.key_bias.data && i < block.count; ++i)
       for (float *x = tile + i * N * VL, *end = x + N * VL; x < end; x += VL) store(x, load(x) + biases[i]);
     if (p.softcap == 0) return;

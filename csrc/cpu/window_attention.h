@@ -75,9 +75,8 @@ void attend(const WindowAttentionParams& p, const Workers& workers) {
 }
 
 // One row: keeps its logits for the scores, if these are requested.
-template <class T, int R>
-void attend_decode(const WindowAttentionParams& p, const Workers& workers) {
-  typedef DecodeWorker<T, R> Worker;
+template <class T, class Worker>
+void attend_decode(const WindowAttentionParams& p, const Workers& workers, Type<Worker>) {
   const WindowScratch sizes(p.window, p.dv, Worker::kDecode);
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const outs = stats + sizes.items * sizes.stats;
@@ -134,7 +133,7 @@ void window_attention(const WindowAttentionParams& p, Call& call) {
   with_dtype(p.window.dtype, [&](auto type) {
     typedef decltype(type) T;
     if (!is_decode(p.window)) return attend<T>(p, workers);
-    with_queries(p.window.group, [&](auto rows) { attend_decode<T, decltype(rows)::value>(p, workers); });
+    with_decode_worker<T>(p.window, [&](auto worker) { attend_decode<T>(p, workers, worker); });
   });
 }
 

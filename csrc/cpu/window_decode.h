@@ -10,6 +10,9 @@
 // during the products with K, K's during those with V. To L1 there would be too few requests in flight, and to prefetch
 // V in the same block is too late.
 //
+// int8 rows are converted in registers, as they are multiplied. fp8 takes more instructions, so a block of it is
+// converted first.
+//
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once
@@ -47,14 +50,18 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
   rotate_row<T>(to, from, bytes, cos, sin, rope.pairs, rope.interleaved, PutRegister{});
 }
 
-// R: the number of queries, rounded up to a power of two by repeating the last query.
-template <class T, int R>
+// R: the number of queries, rounded up to a power of two by repeating the last query. Stored: Int8, or T for all
+// others.
+template <class T, int R, class Stored>
 struct DecodeWorker {
   static constexpr bool kDecode = true;
-  static constexpr int kUnit = R < VL ? VL / R : 1;       // keys per unit
-  static constexpr int kUnitVectors = kUnit * R / VL;     // vectors of logits per unit
-  static constexpr int kLanes = kUnitVectors * VL;        // lane i is a logit of query i % R
+  static constexpr int kQueries = R;
+  static constexpr int kUnit = R < VL ? VL / R : 1;    // keys per unit
+  static constexpr int kUnitVectors = kUnit * R / VL;  // vectors of logits per unit
+  static constexpr int kLanes = kUnitVectors * VL;     // lane i is a logit of query i % R
+  static constexpr bool kIntegers = __is_same(Stored, Int8);
   typedef typename Choose<kPairs<T>, float, T>::Type In;  // bf16 pairs are read as words
+  typedef typename Choose<kIntegers, Int8, In>::Type Key;
 
   const Window& p;
   const WindowScratch sizes;
@@ -148,11 +155,30 @@ struct DecodeWorker {
     const char* rows[kBlock];
     const int64_t begin = first + split * split_keys(p.n), end = end_of(split, part);
     for (int64_t i = begin + part.first; i < end; i += kBlock)
-      fn(read_block(p, p.k, head, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
+      fn(rows_of(p.k, i, end - i < kBlock ? end - i : kBlock, rows, wide_keys));
+  }
+  // Rows of K or V as the loops read them.
+  Block rows_of(const KVView& view, int64_t i, int64_t count, const char** rows, float* widened) const {
+    if constexpr (kIntegers)
+      return block_of(view.head(head / p.heads, head % p.heads), i, count, rows);
+    else
+      return read_block(p, view, head, i, count, rows, widened);
+  }
+
+  // Calls fn(register index, loader) for each register of a key, as for_registers does.
+  template <class Fn>
+  void for_key_registers(const Fn& fn) const {
+    if constexpr (!kIntegers || !kPairs<T>) {
+      for_registers<Key>(shape, fn);
+    } else {
+      const auto words = [](const Int8* p, int bytes, F* out) { *out = (F)load_bytes(p, bytes / 2); };
+      for (int c = 0; c < shape.full; ++c) fn(c, [&](const Int8* p, F* out) { words(p + c * (VB / 2), VB, out); });
+      if (shape.part) fn(shape.full, [&](const Int8* p, F* out) { words(p + shape.full * (VB / 2), shape.part, out); });
+    }
   }
 
   // Prefetches register c of a later block's row. One line at a time: the processor holds few requests for lines, and
-  // the loads would wait behind a row's worth of them. fp8 rows are half as long in memory as registers.
+  // the loads would wait behind a row's worth of them. 1-byte rows are half as long in memory as registers.
   void prefetch_later(const char* row, int64_t c) const {
     const int64_t byte = p.stored == p.dtype ? c * VB : c * (VB / 2);
     if (byte % 64 == 0) __builtin_prefetch(row + byte, 0, 2);
@@ -169,35 +195,43 @@ struct DecodeWorker {
   void logits(const Block& block, const Block& then, float* out) {
     pack();
     with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
-    if (!p.key_bias.data) return;
-    float biases[kBlock];
-    read_biases(p, head, block, biases);
+    if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](float& x, float scale) { x *= scale; });
+    for (float* x = out; p.softcap != 0 && x < out + (block.count + kUnit - 1) / kUnit * kLanes; x += VL)
+      store(x, tanh(load(x)) * p.softcap);
+    if (p.key_bias.data) for_key_values(p.key_bias, block, out, [](float& x, float bias) { x += bias; });
+  }
+  // Calls fn(x, value of the key) for what x, [key][R], has for each key.
+  template <class Fn>
+  void for_key_values(const KVView& of, const Block& block, float* x, const Fn& fn) const {
+    float values[kBlock];
+    read_key_values(p, of, head, block, values);
     for (int i = 0; i < block.count; ++i)
-      for (int r = 0; r < R; ++r) out[i * R + r] += biases[i];
+      for (int r = 0; r < R; ++r) fn(x[i * R + r], values[i]);
   }
   template <int G>
   void logits(const Block& block, const Block& then, float* out) const {
     const SlotRope rope = p.rope;  // a copy, since stores might alias p
     const int64_t bytes = p.k.row_bytes, b = head / p.heads;
+    const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
     for (int i = 0; i < block.count; i += kUnit) {
-      const In *row[kUnit], *ahead[kUnit];
+      const Key *row[kUnit], *ahead[kUnit];
       const char* then_row[kUnit];
 #pragma GCC unroll 16
       for (int k = 0; k < kUnit; ++k) {
-        row[k] = reinterpret_cast<const In*>(block.row(i + k));
-        ahead[k] = reinterpret_cast<const In*>(block.row(i + k + 2 * kUnit));
+        row[k] = reinterpret_cast<const Key*>(block.row(i + k));
+        ahead[k] = reinterpret_cast<const Key*>(block.row(i + k + 2 * kUnit));
         then_row[k] = then.row(i + k);
       }
       for (int k = 0; rope.pairs && k < kUnit; ++k) {
         const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
         char* const to = reinterpret_cast<char*>(turns) + k * round_up(bytes, VB);
         rotate_operand<T>(to, block.row(i + k), bytes, rope.cos.row(b, slot), rope.sin.row(b, slot), rope);
-        row[k] = reinterpret_cast<const In*>(to);
+        row[k] = reinterpret_cast<const Key*>(to);
       }
       F sums[kUnit * R];
 #pragma GCC unroll 16
       for (F& sum : sums) sum = F{};  // an initializer would be a slow memset
-      for_registers<In>(shape, [&](int64_t c, auto&& load_row) {
+      for_key_registers([&](int64_t c, auto&& load_row) {
 #pragma GCC unroll 16
         for (int k = 0; k < kUnit; ++k) {
           F x[kVecs<In>];
@@ -213,10 +247,7 @@ struct DecodeWorker {
       });
       for (int k = 0; k < kUnit; ++k)
         for (int r = G; r < R; ++r) sums[k * R + r] = sums[k * R + G - 1];
-      for (int j = 0; j < kUnitVectors; ++j) {
-        const F x = sum_lanes(sums + j * VL);
-        store(out + i * R + j * VL, p.softcap == 0 ? x * p.scale : tanh(x * (p.scale / p.softcap)) * p.softcap);
-      }
+      for (int j = 0; j < kUnitVectors; ++j) store(out + i * R + j * VL, sum_lanes(sums + j * VL) * scale);
     }
   }
 
@@ -289,6 +320,7 @@ struct DecodeWorker {
   template <int G, int C>
   void add_registers(const Block& block, const Block& then, RowShape of_v, int first_register, const float* shrink,
                      float* out) const {
+    typedef typename Choose<kIntegers, Int8, T>::Type Value;  // with as many elements per register
     constexpr int N = C * kVecs<T>;
     const int64_t v_width = of_v.registers() * kStep<T>;
     out += first_register * kStep<T>;
@@ -296,7 +328,7 @@ struct DecodeWorker {
     for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
     for (int i = 0; i < block.count; ++i) {
-      const T* const row = reinterpret_cast<const T*>(block.row(i)) + first_register * kStep<T>;
+      const Value* const row = reinterpret_cast<const Value*>(block.row(i)) + first_register * kStep<T>;
       F x[N];
       for (int c = 0; c < C; ++c) {
         prefetch_later(then.row(i), first_register + c);
@@ -329,11 +361,12 @@ struct DecodeWorker {
       const Block then_keys = following(p.k, block, end_of(split, part), next_keys);
       Block values{}, then = then_keys;
       if (v) {
-        values = read_block(p, *v, head, block.first, block.count, rows, wide_values);
+        values = rows_of(*v, block.first, block.count, rows, wide_values);
         then = following(*v, block, end_of(split, part), next_values);
       }
       logits(block, then, at);
       softmax(block.count, at, peak, total, shrink);
+      if (v && p.v_scale.data) for_key_values(p.v_scale, block, tile, [](float& x, float scale) { x *= scale; });
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
     });
@@ -408,14 +441,23 @@ struct DecodeWorker {
   }
 };
 
-// Calls fn(Count<R>), R being the group's size rounded up to a power of two.
-template <class Fn>
-inline void with_queries(int64_t group, const Fn& fn) {
+template <class T>
+struct Type {};
+
+// Calls fn(DecodeWorker type) for a step in T, R being the group's size rounded up to a power of two.
+template <class T, class Fn>
+inline void with_decode_worker(const Window& p, const Fn& fn) {
   static_assert(kDecodeRows == 8);
-  if (group <= 1) return fn(Count<1>{});
-  if (group <= 2) return fn(Count<2>{});
-  if (group <= 4) return fn(Count<4>{});
-  fn(Count<8>{});
+  const auto with_stored = [&](auto stored) {
+    typedef decltype(stored) Stored;
+    if (p.group <= 1) return fn(Type<DecodeWorker<T, 1, Stored>>{});
+    if (p.group <= 2) return fn(Type<DecodeWorker<T, 2, Stored>>{});
+    if (p.group <= 4) return fn(Type<DecodeWorker<T, 4, Stored>>{});
+    fn(Type<DecodeWorker<T, 8, Stored>>{});
+  };
+  if constexpr (__is_same(T, BFloat16))
+    if (p.stored == DType::i8) return with_stored(Int8{});
+  with_stored(T{});
 }
 
 }  // namespace

@@ -58,9 +58,8 @@ void score(const WindowScoresParams& p, const Workers& workers) {
 }
 
 // One row: keeps its logits instead of computing them twice.
-template <class T, int R>
-void score_decode(const WindowScoresParams& p, const Workers& workers) {
-  typedef DecodeWorker<T, R> Worker;
+template <class Worker>
+void score_decode(const WindowScoresParams& p, const Workers& workers, Type<Worker>) {
   const WindowScratch sizes(p.window, 0, Worker::kDecode);
   float* const stats = workers.workspace + workers.count * sizes.worker;
   float* const kept = stats + sizes.items * sizes.stats;
@@ -78,7 +77,7 @@ void score_decode(const WindowScoresParams& p, const Workers& workers) {
       for (int j = 0; j < Worker::kUnitVectors; ++j) {
         F lse = {};
         for (int i = 0; i < VL && p.softmax; ++i) {
-          const int64_t g = (j * VL + i) % R, last = p.window.group - 1;
+          const int64_t g = (j * VL + i) % Worker::kQueries, last = p.window.group - 1;
           const int64_t h = worker.head % p.window.heads * p.window.group + (g < last ? g : last);
           lse[i] = finite_unless_nan(p.lse.at(worker.head / p.window.heads, h, 0));
         }
@@ -99,7 +98,7 @@ void window_scores(const WindowScoresParams& p, Call& call) {
   with_dtype(p.window.dtype, [&](auto type) {
     typedef decltype(type) T;
     if (!is_decode(p.window)) return score<T>(p, workers);
-    with_queries(p.window.group, [&](auto rows) { score_decode<T, decltype(rows)::value>(p, workers); });
+    with_decode_worker<T>(p.window, [&](auto worker) { score_decode(p, workers, worker); });
   });
 }
 

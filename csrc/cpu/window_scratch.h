@@ -51,7 +51,7 @@ struct WindowScratch {
   int64_t lanes;                                      // padded rows of a head
   int64_t queries, keys, values, tile, partial, row;  // per worker
   int64_t turned;                                     // per worker: a block's keys, rotated
-  int64_t wide_keys, wide_values;                     // per worker: a block's fp8 rows as bf16
+  int64_t wide_keys, wide_values;                     // per worker: a block's 1-byte rows as bf16
   int64_t worker;                                     // per worker: all of these
   int64_t stats;                                      // per item: running maximum and sum
   int64_t out;                                        // per item: sums of weighted V rows
@@ -71,9 +71,9 @@ struct WindowScratch {
     partial = kBlock * kMaxLanes;
     row = lanes;
     turned = p.rope.pairs ? kBlock * round_up(p.k.row_bytes / 4, kMaxLanes) : 0;
-    const bool fp8 = p.stored != p.dtype;
-    wide_keys = fp8 ? kBlock * round_up(p.d / 2, kMaxLanes) : 0;
-    wide_values = fp8 ? kBlock * round_up(dv / 2, kMaxLanes) : 0;
+    const bool narrow = p.stored != p.dtype;
+    wide_keys = narrow ? kBlock * round_up(p.d / 2, kMaxLanes) : 0;
+    wide_values = narrow ? kBlock * round_up(dv / 2, kMaxLanes) : 0;
     worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned + wide_keys + wide_values;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);

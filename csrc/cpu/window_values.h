@@ -33,13 +33,21 @@ struct WeightedValues : ValueRows<T> {
   static constexpr bool kUsed = true;
   using ValueRows<T>::worker, ValueRows<T>::width, ValueRows<T>::block;
   float* const out;
+  float scales[kBlock];  // of int8 values
 
   WeightedValues(WindowWorker<T>& worker_, const KVView& v_, float* out_) : ValueRows<T>(worker_, v_), out(out_) {
     memset(out, 0, worker.lanes * width * 4);
   }
 
+  void start(const Block& keys) {
+    ValueRows<T>::start(keys);
+    const Window& p = worker.p;
+    if (p.v_scale.data) read_key_values(p, p.v_scale, worker.head, block, scales);
+  }
+
   template <int N>
   void add(const Chunk& chunk, const F* shrink) const {
+    if (worker.p.v_scale.data) worker.template scale_tile<N>(block, scales);
     float* const sums = out + chunk.vector * VL * width;
     int64_t c = 0;
     if constexpr (N <= kVectors / 2)

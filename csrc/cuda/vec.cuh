@@ -19,7 +19,7 @@ struct RowLanes {
   static constexpr int kLanes = Lanes, kPieces = Pieces, kRows = 32 / Lanes;
 };
 
-// The type that rows of T are computed as. fp8 becomes bf16 as it is loaded; a piece of it is 8 bytes in memory.
+// The type that rows of T are computed as. fp8 and int8 become bf16 as they are loaded; a piece is 8 bytes in memory.
 template <class T>
 using Value = std::conditional_t<sizeof(T) == 1, BFloat16, T>;
 
@@ -60,7 +60,7 @@ inline bool aligned_rows(const KVView& x, int64_t b, int64_t heads, int64_t n) {
 }
 
 // The rows of a head. Kernels are instantiated for dense memory and for pages, and the compiler drops what each does
-// not need. fp8, which is rarely dense, has one instance for both.
+// not need. 1-byte types, which are rarely dense, have one instance for both.
 template <bool kPaged, class T = float>
 __device__ inline HeadRows head_rows(KVView x, int64_t b, int64_t h) {
   if constexpr (!kPaged) x.table = nullptr;
@@ -144,15 +144,44 @@ __device__ inline unsigned widen_two(unsigned x) {
   return multiply_bf16(magnitude >> (e4m3 ? 4 : 3), kBias) | (special - (special >> 8)) | (x & 0x80008000u);
 }
 
+// x - y for bf16 pairs whose differences are bf16 numbers.
+__device__ inline unsigned subtract_bf16(unsigned x, unsigned y) {
+#ifdef __CUDACC__
+  unsigned difference;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(difference) : "r"(x), "r"(0x3f803f80u), "r"(y ^ 0x80008000u));
+  return difference;
+#else
+  const auto one = [](unsigned i, unsigned j) -> unsigned {
+    return from_float<BFloat16>(to_float(BFloat16{static_cast<uint16_t>(i)}) -
+                                to_float(BFloat16{static_cast<uint16_t>(j)}))
+        .bits;
+  };
+  return one(x & 0xffffu, y & 0xffffu) | one(x >> 16, y >> 16) << 16;
+#endif
+}
+
+// Two int8 numbers, each in the lower half of 16 bits, as bf16: 128 plus the lower 7 bits is one word of mantissa, and
+// what is to be subtracted, 128 or for negative numbers 256, another.
+__device__ inline unsigned widen_two_integers(unsigned x) {
+  return subtract_bf16((x & 0x007f007fu) | 0x43004300u, (x & 0x00800080u) | 0x43004300u);
+}
+
 // A piece in the type of the arithmetic, from its bytes.
 template <class T>
 __device__ inline uint4 widen(uint4 raw) {
-  if constexpr (sizeof(T) == 1) {
+  if constexpr (std::is_same_v<T, Int8>) {
+    return make_uint4(
+        widen_two_integers(__byte_perm(raw.x, 0, 0x4140)), widen_two_integers(__byte_perm(raw.x, 0, 0x4342)),
+        widen_two_integers(__byte_perm(raw.y, 0, 0x4140)), widen_two_integers(__byte_perm(raw.y, 0, 0x4342)));
+  } else if constexpr (sizeof(T) == 1) {
     return make_uint4(widen_two<T>(__byte_perm(raw.x, 0, 0x1404)), widen_two<T>(__byte_perm(raw.x, 0, 0x3424)),
                       widen_two<T>(__byte_perm(raw.y, 0, 0x1404)), widen_two<T>(__byte_perm(raw.y, 0, 0x3424)));
   } else {
     return raw;
   }
+}
+__device__ inline float to_float(Int8 x) {
+  return x.value;
 }
 template <class T>
 __device__ inline std::enable_if_t<sizeof(T) == 1, float> to_float(T x) {

@@ -141,28 +141,83 @@ __device__ inline float logit_of(const Window& p, float product, float unit) {
   return p.softcap * unit * tanhf(product * p.scale / p.softcap);
 }
 
-// The biases of one head's keys, in units of products: key_bias / scale. Products begin with them, so what follows is
-// the same with and without biases. Of up to 32 keys a lane reads the bias of one, where it is needed, and the lanes
-// exchange them: this takes the fewest registers. The address is computed from `head`, which the kernels need anyway.
+// The value of a key of one head, `head` = b * p.heads + h, in one of the tensors that have one per key; 0 if the key
+// is not `there`. The address is computed from `head`, which the kernels need anyway: this takes few registers.
 template <bool kPaged>
-struct KeyBias {
+__device__ inline float key_value(const KVView& of, const Window& p, int64_t head, int key, bool there) {
+  if (!there) return 0.0f;
+  const unsigned unit = static_cast<unsigned>(head), heads = static_cast<unsigned>(p.heads);
+  const unsigned b = unit / heads, h = unit % heads;
+  return *reinterpret_cast<const float*>(kPaged ? of.head(b, h).row(key) : of.row(b, h, key));
+}
+
+// Calls fn(x, value of its key) for a lane's products with up to 32 keys, whose values the lanes hold: `mine` is that
+// of key `lane`. The lanes exchange them.
+template <int kBlocks, int kHalves, class Fn>
+__device__ inline void for_key_values(float (&x)[kBlocks][kHalves][4], float mine, const Fn& fn) {
+  static_assert(kBlocks <= 2);
+#pragma unroll
+  for (int m = 0; m < kBlocks; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float of_key = __shfl_sync(kWarp, mine, 16 * m + 8 * half + threadIdx.x % 32 / 4);
+#pragma unroll
+      for (int t = 0; t < kHalves; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) fn(x[m][t][2 * half + i], of_key);
+    }
+}
+
+// The scales and biases of one head's keys. Biases, in units of products (key_bias / scale), are what products begin
+// with, so what follows is the same with and without them. Products with int8 keys are scaled first.
+template <class T, bool kPaged>
+struct KeyTerms {
+  static constexpr bool kScaled = std::is_same_v<T, Int8>;
   const Window& p;
   int64_t head;  // b * p.heads + h
 
-  __device__ bool given() const { return p.key_bias.data; }
-  // That of a key, or 0 if it is not `there`.
-  __device__ float at(int key, bool there) const {
-    if (!there) return 0.0f;
-    const unsigned unit = static_cast<unsigned>(head), heads = static_cast<unsigned>(p.heads);
-    const unsigned b = unit / heads, h = unit % heads;
-    const char* const bias = kPaged ? p.key_bias.head(b, h).row(key) : p.key_bias.row(b, h, key);
-    return __fdividef(*reinterpret_cast<const float*>(bias), p.scale);
+  // Of keys key + [0, left), before the products and after them.
+  template <int kBlocks, int kHalves>
+  __device__ void begin(float (&x)[kBlocks][kHalves][4], int key, int left) const {
+    if constexpr (!kScaled)
+      if (p.key_bias.data) for_key_values(x, bias(key, left), [](float& x, float bias) { x = bias; });
+  }
+  template <int kBlocks, int kHalves>
+  __device__ void end(float (&x)[kBlocks][kHalves][4], int key, int left) const {
+    if constexpr (kScaled) {
+      const int lane = threadIdx.x % 32;
+      const float scale = key_value<kPaged>(p.k_scale, p, head, key + lane, lane < left);
+      for_key_values(x, scale, [](float& x, float scale) { x *= scale; });
+      if (p.key_bias.data) for_key_values(x, bias(key, left), [](float& x, float bias) { x += bias; });
+    }
+  }
+
+  // Multiplies softmax weights, in the layout of the products, by the scales of the values. Those below `first` are not
+  // read: no row sees them.
+  template <int kBlocks, int kHalves>
+  __device__ void weigh(float (&x)[kBlocks][kHalves][4], int first, int key, int left) const {
+    if constexpr (kScaled)
+      for_key_values(x, value_scale(first, key + threadIdx.x % 32, key + left),
+                     [](float& weight, float scale) { weight *= scale; });
+  }
+  __device__ float value_scale(int first, int key, int end) const {
+    return key_value<kPaged>(p.v_scale, p, head, key, first <= key && key < end);
+  }
+
+ private:
+  __device__ float bias(int key, int left) const {
+    const int lane = threadIdx.x % 32;
+    return __fdividef(key_value<kPaged>(p.key_bias, p, head, key + lane, lane < left), p.scale);
   }
 };
 
-struct NoBias {
-  __device__ bool given() const { return false; }
-  __device__ float at(int, bool) const { return 0.0f; }
+struct NoTerms {
+  template <class Products>
+  __device__ void begin(Products&, int, int) const {}
+  template <class Products>
+  __device__ void end(Products&, int, int) const {}
+  template <class Products>
+  __device__ void weigh(Products&, int, int, int) const {}
 };
 
 // ---- Queries, in shared memory ----
@@ -325,7 +380,7 @@ struct Constant {
 // Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the keys.
 template <class Fn>
 inline void with_key_tile(const Window& p, const Fn& fn) {
-  with_read_dtype(p.stored, [&](auto type) {
+  with_scaled_dtype(p.stored, [&](auto type) {
     using T = decltype(type);
     if constexpr (sizeof(T) < 4) {
       if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
@@ -334,33 +389,25 @@ inline void with_key_tile(const Window& p, const Fn& fn) {
   });
 }
 
-// The products of a warp's keys with 16 rows, plus the biases of keys key + [0, left): from registers if the keys fit,
+// The products of a warp's keys with 16 rows, with the terms of keys key + [0, left): from registers if the keys fit,
 // otherwise part by part from global memory. Tensor cores round sums toward zero; kApart adds those of the parts
 // outside of them.
-template <class T, int kPieces, bool kApart = false, int kBlocks, class Bias = NoBias>
+template <class T, int kPieces, bool kApart = false, int kBlocks, class Terms = NoTerms>
 __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kBlocks>& keys, int64_t row_bytes,
                                     const HeadRows& rows, int left, bool wide, const char* queries, int pitch,
-                                    const Bias& bias = {}, int key = 0) {
+                                    const Terms& terms = {}, int key = 0) {
 #pragma unroll
   for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
     for (int t = 0; t < 2; ++t)
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
-  if (bias.given()) {
-    const int lane = threadIdx.x % 32;
-    const float mine = bias.at(key + lane, lane < left);
-#pragma unroll
-    for (int m = 0; m < kBlocks; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float of_key = __shfl_sync(kWarp, mine, 16 * m + 8 * half + lane / 4);
-#pragma unroll
-        for (int t = 0; t < 2; ++t) x[m][t][2 * half] = x[m][t][2 * half + 1] = of_key;
-      }
-  }
+  terms.begin(x, key, left);
   const int pieces = static_cast<int>(row_bytes) / 16;
-  if (pieces <= 4 * kPieces) return multiply(x, keys, queries, pitch, pieces, 0);
+  if (pieces <= 4 * kPieces) {
+    multiply(x, keys, queries, pitch, pieces, 0);
+    return terms.end(x, key, left);
+  }
   for (int part = 0; part * 4 * kPieces < pieces; ++part) {
     keys.load(rows, left, pieces, part, wide);
     if constexpr (kApart) {
@@ -376,6 +423,7 @@ __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kB
       multiply(x, keys, queries, pitch, pieces, part);
     }
   }
+  terms.end(x, key, left);
 }
 
 }  // namespace

@@ -176,7 +176,7 @@ struct Column {
     }
   }
 
-  // Converts the fp8 rows that this lane has copied, and that have arrived, to bf16.
+  // Converts the fp8 or int8 rows that this lane has copied, and that have arrived, to bf16.
   template <class T>
   __device__ void widen_rows(char* to, int pieces) const {
     if (column >= pieces) return;
@@ -349,24 +349,13 @@ struct RowState {
   }
 
   // Processes kGroups groups of 16 keys, adjacent in shared memory, starting with key `key`. No row sees key `end`.
-  template <int kGroups, class Bias>
-  __device__ void step(const WindowAttentionParams& p, const Bias& bias, int key, int first, [[maybe_unused]] int end,
+  template <int kGroups, class Terms>
+  __device__ void step(const WindowAttentionParams& p, const Terms& terms, int key, int first, int end,
                        const char* group) {
     const Window& w = p.window;
     const int lane = threadIdx.x % 32, pieces = static_cast<int>(w.k.row_bytes / 16);
     float x[kGroups][kHalves][4] = {};
-    if (bias.given()) {
-      static_assert(kGroups <= 2);
-      const float mine = bias.at(key + lane, key + lane < end);
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const float of_key = __shfl_sync(kWarp, mine, kGroupKeys * g + 8 * half + lane / 4);
-#pragma unroll
-          for (int t = 0; t < kHalves; ++t) x[g][t][2 * half] = x[g][t][2 * half + 1] = of_key;
-        }
-    }
+    terms.begin(x, key, end - key);
     const int keys_at = place_of<kWidth>(lane / 4, lane % 4);
 #pragma unroll
     for (int block = 0; block < kBlocks; block += 2) {
@@ -390,6 +379,7 @@ struct RowState {
           }
       }
     }
+    terms.end(x, key, end - key);
 
     if (w.softcap == 0.0f) {
       const float scale = w.scale * kLog2e;
@@ -424,8 +414,16 @@ struct RowState {
           }
           sum[t][0] += low;
           sum[t][1] += high;
-          weights[g][t][e] = transpose_matrix(pack<Value<T>>(low, high));
+          x[g][t][2 * e] = low, x[g][t][2 * e + 1] = high;
         }
+    terms.weigh(x, first, key, end - key);
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+      for (int t = 0; t < kHalves; ++t)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          weights[g][t][e] = transpose_matrix(pack<Value<T>>(x[g][t][2 * e], x[g][t][2 * e + 1]));
     const int dv = static_cast<int>(p.dv);
     const int values_at = place_of<kWidth>(lane % 8 + lane / 16 * 8, lane / 8 % 2);
     // What the last of the channels at once are if they are past dv does not matter.
@@ -521,11 +519,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
   // Keys that were rotated beforehand are dense, even if the values are paged.
   const HeadRows all_keys = kPaged && !kTurns ? w.k.head(b, h) : head_rows<kPaged, T>(w.k, b, h);
   const HeadRows all_values = head_rows<kPaged, T>(p.v, b, h);
-  const auto bias = [&] {
+  const auto terms = [&] {
     if constexpr (kRounded || kTurns)
-      return NoBias{};
+      return NoTerms{};
     else
-      return KeyBias<kPaged>{w, head};
+      return KeyTerms<T, kPaged>{w, head};
   }();
   const auto group_at = [&](int stage, int group) { return ring + (stage * warps + group) * State::kGroupBytes; };
   for (int stage = 0; stage < plan.stages; ++stage)
@@ -572,11 +570,11 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
     const char* const group = group_at(from, own);
     constexpr int kGroups = State::kHeld ? 2 : 1;  // what the registers allow
     if (row_warps == 1) {
-      if (key < most) state.template step<1>(p, bias, key, first, most, group);
+      if (key < most) state.template step<1>(p, terms, key, first, most, group);
     } else {
 #pragma unroll 1
       for (int i = 0; i < row_warps && key + i * kGroupKeys < most; i += kGroups)
-        state.template step<kGroups>(p, bias, key + i * kGroupKeys, first, most, group + i * State::kGroupBytes);
+        state.template step<kGroups>(p, terms, key + i * kGroupKeys, first, most, group + i * State::kGroupBytes);
     }
     meet();  // the tile may be overwritten
     from = from + 1 == plan.stages ? 0 : from + 1;
@@ -659,6 +657,7 @@ __global__ void __launch_bounds__(kWindowThreads)
   float out[kTileRows][4] = {}, sum[kTileRows] = {};
 #pragma unroll 1
   for (int key = begin; key < end; key += kPlainKeys) {
+    const KeyTerms<T, kPaged> terms{w, head};
     {
       Keys keys;
       const int own = key + warp * 16;
@@ -667,8 +666,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int pieces = static_cast<int>(w.k.row_bytes / 16);
       if (pieces <= 32) keys.load(rows, end - own, pieces, 0, plan.wide);
       Products<1> x;
-      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch,
-                         KeyBias<kPaged>{w, head}, own);
+      multiply_all<T, 8>(x, keys, w.k.row_bytes, rows, end - own, plan.wide, queries, plan.pitch, terms, own);
 #pragma unroll
       for (int t = 0; t < 2; ++t)
 #pragma unroll
@@ -684,7 +682,11 @@ __global__ void __launch_bounds__(kWindowThreads)
       const int count = min(kPlainKeys, end - key);
 #pragma unroll 1
       for (int j = group; j < count; j += groups) {
-        const float4 v = load_four<T>(head_rows<kPaged, T>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
+        float4 v = load_four<T>(head_rows<kPaged, T>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
+        if constexpr (std::is_same_v<T, Int8>) {
+          const float scale = terms.value_scale(first, key + j, end);
+          v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
+        }
         const float* const weight = weights + j * kTileRows;
 #pragma unroll
         for (int row = 0; row < kTileRows; ++row) {
@@ -815,11 +817,13 @@ inline void attention_parts_cuda(const WindowAttentionParams& p, const Attention
       });
     };
     const auto with_rows = [&](auto rows) {
-      plan.turns ? start(rows, std::true_type{}) : start(rows, std::false_type{});
+      if constexpr (!std::is_same_v<T, Int8>)
+        if (plan.turns) return start(rows, std::true_type{});
+      start(rows, std::false_type{});
     };
     plan.warp_rows == 8 ? with_rows(Constant<8>{}) : with_rows(Constant<16>{});
   };
-  with_read_dtype(p.window.stored, [&](auto type) {
+  with_scaled_dtype(p.window.stored, [&](auto type) {
     if constexpr (sizeof(type) < 4) {
       if (AttentionPlan::tile_width(p) == 128)
         run(type, Constant<128>{});
@@ -849,7 +853,7 @@ inline void rounded_parts_cuda(const WindowAttentionParams& p, const AttentionPl
 // The same for every dtype and width. totals: [b, Hq, w].
 inline void plain_attention_parts_cuda(const WindowAttentionParams& p, const AttentionPlan& plan, const RowSum* totals,
                                        float* parts, RowSum* sums, cudaStream_t stream) {
-  with_read_dtype(p.window.stored, [&](auto type) {
+  with_scaled_dtype(p.window.stored, [&](auto type) {
     with_pages<decltype(type)>(p.v, [&](auto paged) {
       launch<plain_attention_parts_kernel<decltype(type), paged>>(
           grid_of(p.window.b * p.window.heads * plan.splits.count * plan.row_blocks), kWindowThreads, plan.shared_bytes,

@@ -1,6 +1,7 @@
 // Observation-window scores: how much the last queries attend to each key.
 //
-//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap); for window_attention, + key_bias[j])
+//   logit[i, j] = scale q_i . k_j          (then softcap tanh(logit / softcap); for window_attention, + key_bias[j];
+//                                          int8 keys are multiplied by k_scale[j])
 //   score[j]    = reduce over rows i, then over query heads, of weight[i] exp(logit[i, j] - lse[i])
 //
 // Bytes that must move: K once if the lse is given, otherwise twice; the scores are 4 bytes per 2 d bytes of a bf16 K.
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         if (key >= limit.most) continue;
         Products<kBlocks> x;
         multiply_all<T, kPieces>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
-                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias<kPaged>{p, head},
+                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyTerms<T, kPaged>{p, head},
                                  key);
         const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
 #pragma unroll
@@ -319,8 +320,8 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         Products<kBlocks> x;
         if (seen)
           multiply_all<T, kPieces>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
-                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyBias<kPaged>{p, head},
-                                   key);
+                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch,
+                                   KeyTerms<T, kPaged>{p, head}, key);
         const bool plain =
             first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
 #pragma unroll

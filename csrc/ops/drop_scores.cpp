@@ -13,7 +13,7 @@ Tensor drop_scores(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   const char* op = "drop_scores";
   const KVPair kv = check_read_pair(op, k, v, block_table);
   Window window = check_window(op, q, k, visible, scale, static_cast<int64_t>(Reduce::sum), group_reduce, starts,
-                               softcap, sink_logits, block_table);
+                               softcap, sink_logits, std::nullopt, block_table);
   check_head_dim(op, "k", k);
   check_head_dim(op, "v", v);
   KVOPS_CHECK(epsilon >= 1e-7 && epsilon <= 1, op, ": epsilon must lie in [1e-7, 1], got ", epsilon);

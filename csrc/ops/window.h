@@ -38,12 +38,13 @@ struct Window {
   const float* sink_logits;     // [heads * group] or null: an extra logit in the softmax, without a key
   RowValues row_weights;        // factors of the rows' softmax weights in the scores; null: 1
   KVView key_bias;              // fp32 [b, heads, n], in pages if K is: added to the logits; null: 0
+  KVView k_scale, v_scale;      // fp32, as key_bias: what int8 keys and values are multiplied by; null: not int8
   float* scores;                // [b, heads, n]; [b, heads * group, n] if group_reduce is none; null: not requested
   DType dtype;                  // of q, and of the arithmetic's inputs
-  DType stored;                 // of K and V: the same, or fp8
+  DType stored;                 // of K and V: the same, fp8, or int8 with scales
   Reduce reduce, group_reduce;  // over the rows, and over the query heads of a group
-  float scale;                  // logits are scale * q.k + key_bias,
-  float softcap;                // or, unless this is 0, softcap * tanh(scale * q.k / softcap)
+  float scale;                  // logits are scale * k_scale * q.k + key_bias,
+  float softcap;                // or, unless this is 0, softcap * tanh(scale * k_scale * q.k / softcap)
   int64_t b, heads, group, w, n, d;
 
   // Row i of a batch entry sees keys [first(batch), limit(batch, i)). It counts only if that range is not empty.

@@ -10,20 +10,10 @@ namespace {
 
 KVView check_key_bias(const char* op, const Tensor& bias, const Tensor& k, const KVView& of_k, double softcap,
                       float scale) {
-  check_same_device(op, "key_bias", bias, k);
-  check_scalar_type(op, "key_bias", bias, ScalarType::Float);
-  KVOPS_CHECK(bias.dim() == 3 && bias.size(0) == k.size(0) && bias.size(1) == k.size(1) && bias.size(2) == k.size(2),
-              op, ": key_bias must be float32 [", k.size(0), ", ", k.size(1), ", ", k.size(2),
-              "], one value per key of k, got ", shape(bias));
+  const KVView view = check_key_values(op, "key_bias", bias, k, of_k);
   KVOPS_CHECK(softcap == 0, op, ": softcap must be 0 with key_bias, got ", softcap);
   // Kernels add key_bias / scale to q.k.
   KVOPS_CHECK(scale >= 1e-6f && scale <= 1e6f, op, ": scale must lie in [1e-6, 1e6] with key_bias, got ", scale);
-  KVView view = of_k;  // of the same pages, if there are any
-  view.data = const_cast<char*>(static_cast<const char*>(bias.const_data_ptr()));
-  view.stride_b = 4 * bias.stride(0);
-  view.stride_h = 4 * bias.stride(1);
-  view.stride_n = 4 * bias.stride(2);
-  view.row_bytes = 4;
   return view;
 }
 
@@ -32,13 +22,18 @@ std::tuple<Tensor, Tensor, Tensor> window_attention(const Tensor& q, const Tenso
                                                     int64_t group_reduce, const OptionalTensor& starts, double softcap,
                                                     const OptionalTensor& sink_logits, const OptionalTensor& cos,
                                                     const OptionalTensor& sin, bool interleaved, bool with_scores,
-                                                    const OptionalTensor& key_bias, const OptionalTensor& block_table) {
+                                                    const OptionalTensor& key_bias, const OptionalTensor& k_scale,
+                                                    const OptionalTensor& v_scale, const OptionalTensor& block_table) {
   const char* op = "window_attention";
-  const KVPair kv = check_read_pair(op, k, v, block_table);
+  const KVPair kv = check_read_pair(op, k, v, block_table, check_scaled_dtype);
   Window window =
-      check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);
+      check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, k_scale, block_table);
+  window.v_scale = check_scales(op, "v_scale", v_scale, v, kv.v.view);
   KVOPS_CHECK(cos.has_value() == sin.has_value(), op, ": cos and sin must be given together, got ", cos ? "cos" : "sin",
               " alone");
+  KVOPS_CHECK(!cos || !k_scale, op,
+              ": cos and sin must be None if k is torch.int8, whose keys are rotated before they "
+              "are rounded, got both");
   if (cos) window.rope = check_rope(op, kv.k, k, *cos, *sin, interleaved);
   if (key_bias) window.key_bias = check_key_bias(op, *key_bias, k, kv.k.view, softcap, window.scale);
   check_head_dim(op, "k", k);

@@ -10,18 +10,45 @@ inline bool is_normal(double x) {
   return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
 }
 
-// Checks all arguments except window_scores' lse and window_attention's RoPE tables. `scores` stays null until
+// A tensor of one value per key, fp32 [b, heads, n] with any strides, in pages if K is.
+inline KVView check_key_values(const char* op, const char* name, const Tensor& x, const Tensor& k, const KVView& of_k) {
+  check_same_device(op, name, x, k);
+  check_scalar_type(op, name, x, ScalarType::Float);
+  KVOPS_CHECK(x.dim() == 3 && x.size(0) == k.size(0) && x.size(1) == k.size(1) && x.size(2) == k.size(2), op, ": ",
+              name, " must be float32 [", k.size(0), ", ", k.size(1), ", ", k.size(2),
+              "], one value per key of k, got ", shape(x));
+  KVView view = of_k;  // of the same pages, if there are any
+  view.data = const_cast<char*>(static_cast<const char*>(x.const_data_ptr()));
+  view.stride_b = 4 * x.stride(0);
+  view.stride_h = 4 * x.stride(1);
+  view.stride_n = 4 * x.stride(2);
+  view.row_bytes = 4;
+  return view;
+}
+
+// The scales of K or V, which int8 has and no other dtype.
+inline KVView check_scales(const char* op, const char* name, const OptionalTensor& scales, const Tensor& k,
+                           const KVView& of_k) {
+  const bool int8 = dtype_of(k) == ScalarType::Char;
+  KVOPS_CHECK(int8 == scales.has_value(), op, ": ", name, int8 ? " must be given" : " must be None", " if k is ",
+              dtype_name(dtype_of(k)), ", got ", int8 ? "None" : "a tensor");
+  return scales ? check_key_values(op, name, *scales, k, of_k) : KVView{};
+}
+
+// Checks all arguments except window_scores' lse and those that only window_attention has. `scores` stays null until
 // empty_scores().
 inline Window check_window(const char* op, const Tensor& q, const Tensor& k, const Tensor& visible,
                            std::optional<double> scale, int64_t reduce, int64_t group_reduce,
                            const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
-                           const OptionalTensor& block_table) {
+                           const OptionalTensor& k_scale, const OptionalTensor& block_table) {
   check_same_device(op, "k", k, q);
-  const DType dtype = check_dtype(op, "q", q), stored = check_read_dtype(op, "k", k);
-  const bool fp8 = is_fp8(stored);
-  KVOPS_CHECK(fp8 ? dtype == DType::bf16 : stored == dtype, op,
-              fp8 ? ": q must be torch.bfloat16 with fp8 keys, k " : ": k must have q's dtype ",
-              dtype_name(dtype_of(fp8 ? k : q)), ", got ", dtype_name(dtype_of(fp8 ? q : k)));
+  const DType dtype = check_dtype(op, "q", q), stored = check_scaled_dtype(op, "k", k);
+  const bool narrow = k.element_size() == 1;
+  KVOPS_CHECK(narrow ? dtype == DType::bf16 : stored == dtype, op,
+              !narrow               ? ": k must have q's dtype "
+              : stored == DType::i8 ? ": q must be torch.bfloat16 with int8 keys, k "
+                                    : ": q must be torch.bfloat16 with fp8 keys, k ",
+              dtype_name(dtype_of(narrow ? k : q)), ", got ", dtype_name(dtype_of(narrow ? q : k)));
   KVOPS_CHECK(q.dim() == 4, op, ": q must be [batch, query heads, rows, head_dim], got ", shape(q));
   const KV kv = check_read_cache(op, "k", k, block_table);
   const auto& [k_view, b, heads, n, d] = kv;
@@ -83,6 +110,8 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
           .sink_logits = sink_logits ? static_cast<const float*>(sink_logits->const_data_ptr()) : nullptr,
           .row_weights = {},
           .key_bias = {},
+          .k_scale = check_scales(op, "k_scale", k_scale, k, k_view),
+          .v_scale = {},
           .scores = nullptr,
           .dtype = dtype,
           .stored = stored,

@@ -84,7 +84,8 @@ void check_row_weights(const char* op, const OptionalTensor& row_weights) {
 Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, const OptionalTensor& lse,
                      std::optional<double> scale, int64_t score, int64_t reduce, int64_t group_reduce,
                      const OptionalTensor& starts, double softcap, const OptionalTensor& sink_logits,
-                     const OptionalTensor& row_weights, const OptionalTensor& block_table) {
+                     const OptionalTensor& row_weights, const OptionalTensor& k_scale,
+                     const OptionalTensor& block_table) {
   const char* op = "window_scores";
   KVOPS_CHECK(score == 0 || score == 1, op, ": score must be 0 (softmax) or 1 (dot), got ", score);
   const bool softmax = score == 0;
@@ -94,7 +95,7 @@ Tensor window_scores(const Tensor& q, const Tensor& k, const Tensor& visible, co
               : sink_logits ? "sink_logits"
                             : "row_weights");
   Window window =
-      check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, block_table);
+      check_window(op, q, k, visible, scale, reduce, group_reduce, starts, softcap, sink_logits, k_scale, block_table);
   check_head_dim(op, "k", k);
   const RowValues lse_view = row_values(op, "lse", lse, q);
   window.row_weights = row_values(op, "row_weights", row_weights, q);

@@ -9,8 +9,8 @@ query head h belongs to KV head h // (Hq / Hk). Head dims go up to 1024. Pass a 
 `x.transpose(1, 2)`, which is a view. The operators cannot detect that K and V have been swapped.
 
 **Dtypes.** K and V are torch.float32, float16 or bfloat16. Operators that score keys or only move rows also take
-float8_e4m3fn and float8_e5m2, and read them as bfloat16 numbers of the same value (docs/layouts.md). Arithmetic and
-scores are fp32.
+float8_e4m3fn and float8_e5m2, and read them as bfloat16 numbers of the same value (docs/layouts.md). The window
+operators also take int8 with a scale for each row. Arithmetic and scores are fp32.
 
 **Strides.** The last dim must be contiguous and each row a multiple of 16 bytes; all other strides are free. The
 kernels read K and V in place and never copy them.

@@ -269,6 +269,7 @@ def window_scores(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     row_weights: Tensor | None = None,
+    k_scale: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> Tensor:
     """Score keys by the attention of an observation window, as SnapKV and LAQ do.
@@ -276,7 +277,7 @@ def window_scores(
     The window is w query rows, usually the last queries of the prompt.
 
     ```text
-    logit[i, j] = scale * q_i . k_j
+    logit[i, j] = scale * q_i . k_j              k_j times k_scale[j], if k is int8
                   then softcap * tanh(logit / softcap), if softcap is not 0
     a[i, j]     = exp(logit[i, j] - lse[i])      lse[i] = log(sum of exp(logit[i, j]) over the keys that row i sees)
     score[j]    = reduce row_weights[i] * a[i, j] over the rows i that see j, then group_reduce over the query heads
@@ -287,8 +288,8 @@ def window_scores(
     0. The kernel never writes a rows x n matrix; for w = 1 it uses one workspace [b, Hq, n].
 
     Args:
-        q: [b, Hq, w, d], 1 to 256 query rows, with any strides. The dtype is k's, or bfloat16 if k is fp8. Query head h
-            belongs to KV head h // (Hq / Hk); K is never expanded to Hq heads.
+        q: [b, Hq, w, d], 1 to 256 query rows, with any strides, of k's dtype, or bfloat16 if k is fp8 or int8. Query
+            head h belongs to KV head h // (Hq / Hk); K is never expanded to Hq heads.
         k: [b, Hk, n, d].
         visible: int32 [w] or [b, w]. Row i sees the keys starts[b] <= j < visible[i]. A row with 0 does not count, such
             as padding or a sequence that has ended.
@@ -304,6 +305,8 @@ def window_scores(
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. `lse` is without it.
         row_weights: fp32 [b, Hq, w], finite and at least 0: factors of the rows' weights, as KVzip+ has them. None: 1.
             They apply to score="softmax" only, and do not change which rows "mean" counts.
+        k_scale: fp32 [b, Hk, n], any strides, given if and only if k is torch.int8: what each key is multiplied by
+            (`quantize_rows`). With `block_table` it lies in pages as K does: [num_pages, Hk, page_size].
         block_table: int32 [b, max_pages]: `k` is pages (see `kvops.ops`).
 
     Returns:
@@ -328,6 +331,7 @@ def window_scores(
         softcap=softcap,
         sink_logits=sink_logits,
         row_weights=row_weights,
+        k_scale=k_scale,
         block_table=block_table,
     )
 
@@ -347,9 +351,11 @@ def _(
     softcap=0.0,
     sink_logits=None,
     row_weights=None,
+    k_scale=None,
     block_table=None,
 ):
     others = dict(visible=visible, lse=lse, starts=starts, sink_logits=sink_logits, row_weights=row_weights)
+    others["k_scale"] = k_scale
     return _window("window_scores", q, k, group_reduce, block_table, **others)
 
 
@@ -370,6 +376,8 @@ def window_attention(
     interleaved: bool = False,
     scores: bool = True,
     key_bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the attention of the last queries, or of one decode step, with `window_scores` as a by-product.
@@ -387,6 +395,9 @@ def window_attention(
     With `key_bias` the logits are scale * q_i . k_j + key_bias[j]. A key with the bias log(m) weighs as much as m equal
     keys: caches that merge or refit tokens, as Attention Matching does, keep the mass of the tokens they drop in it.
     On the CPU biases of 0 change no bit.
+
+    With `k_scale` and `v_scale`, k and v are int8 rows of half the bytes: key j is k_scale[j] * k_j and its value
+    v_scale[j] * v_j. The kernel multiplies the integers, which are exact in bf16, and then the sums.
 
     With `cos` and `sin` the cache may hold keys before RoPE: the kernel rotates each key as it reads it. All results
     have the bits that `rope_at_slots` on K followed by this operator would give, without writing K and reading it
@@ -412,6 +423,10 @@ def window_attention(
         key_bias: fp32 [b, Hk, n], added to the logits of each key, any strides; `softcap` must then be 0 and `scale` in
             [1e-6, 1e6]. With `block_table` it lies in pages as K does: [num_pages, Hk, page_size]. If a bias is not
             finite, or too large for fp32 when divided by `scale`, the key's logit counts as not finite.
+        k_scale: fp32 [b, Hk, n], any strides, given if and only if k and v are torch.int8: what each key is multiplied
+            by (`quantize_rows`). With `block_table` it lies in pages as `key_bias` does. `cos` and `sin` must then be
+            None: rotate keys before they are rounded.
+        v_scale: The same for the values.
         block_table: int32 [b, max_pages]: `k` and `v` are pages (see `kvops.ops`).
 
     Returns:
@@ -440,6 +455,8 @@ def window_attention(
         interleaved=interleaved,
         scores=scores,
         key_bias=key_bias,
+        k_scale=k_scale,
+        v_scale=v_scale,
         block_table=block_table,
     )
 
@@ -462,9 +479,12 @@ def _(
     interleaved=False,
     scores=True,
     key_bias=None,
+    k_scale=None,
+    v_scale=None,
     block_table=None,
 ):
     others = dict(v=v, visible=visible, starts=starts, sink_logits=sink_logits, cos=cos, sin=sin, key_bias=key_bias)
+    others |= dict(k_scale=k_scale, v_scale=v_scale)
     observed = _window("window_attention", q, k, group_reduce, block_table, **others)
     check_dims("window_attention", _KV, v=v)
     b, heads, w, _ = q.shape

@@ -387,13 +387,13 @@ def check_lse(op: str, lse: Tensor | None, rows: Tensor) -> None:
 KEY_BIAS_SCALES = (1e-6, 1e6)
 
 
-def check_key_bias(op: str, key_bias: Tensor, k: Tensor) -> None:
-    """Checks that biases of the keys are fp32 [b, Hk, n], like k."""
-    inference_only(op, key_bias=key_bias)
-    if key_bias.shape != k.shape[:3] or key_bias.dtype != torch.float32 or key_bias.device != k.device:
+def check_key_values(op: str, name: str, x: Tensor, k: Tensor) -> None:
+    """Checks that values of the keys are fp32 [b, Hk, n], like k."""
+    inference_only(op, **{name: x})
+    if x.shape != k.shape[:3] or x.dtype != torch.float32 or x.device != k.device:
         raise ValueError(
-            f"{op}: key_bias must be torch.float32 {list(k.shape[:3])} on {k.device}, one value per key, got "
-            f"{key_bias.dtype} {list(key_bias.shape)} on {key_bias.device}"
+            f"{op}: {name} must be torch.float32 {list(k.shape[:3])} on {k.device}, one value per key, got "
+            f"{x.dtype} {list(x.shape)} on {x.device}"
         )
 
 
@@ -408,6 +408,8 @@ def check_attention(
     sink_logits: Tensor | None,
     softcap: float,
     key_bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Checks the arguments of `kvops.attention`."""
     inference_only(op, q=q, k=k, v=v)
@@ -416,9 +418,11 @@ def check_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
-        if x.dtype != q.dtype or x.device != q.device:
+        int8 = name != "q" and k.dtype == v.dtype == torch.int8 and q.dtype == torch.bfloat16
+        if x.dtype != (torch.int8 if int8 else q.dtype) or x.device != q.device:
             raise ValueError(
-                f"{op}: {name} must have q's dtype and device, {q.dtype} {q.device}, got {x.dtype} {x.device}"
+                f"{op}: {name} must have q's dtype and device, {q.dtype} {q.device}, or be torch.int8 with queries in "
+                f"torch.bfloat16, got {x.dtype} {x.device}"
             )
     b, query_heads, t, d = q.shape
     heads, n = k.shape[1:3]
@@ -439,8 +443,14 @@ def check_attention(
         raise ValueError(f"{op}: softcap must be 0 (none) or positive and a normal number in fp32, got {softcap}")
     if softcap != 0 and not _is_normal((d**-0.5 if scale is None else scale) / softcap):
         raise ValueError(f"{op}: scale / softcap must be a normal number in fp32, got {scale} / {softcap}")
+    for name, scale_of_rows in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scale_of_rows is None) == (k.dtype == torch.int8):
+            wanted = "a tensor" if scale_of_rows is None else "None"
+            raise ValueError(f"{op}: {name} must be {wanted} if k is {k.dtype}, got {typed(scale_of_rows)}")
+        if scale_of_rows is not None:
+            check_key_values(op, name, scale_of_rows, k)
     if key_bias is not None:
-        check_key_bias(op, key_bias, k)
+        check_key_values(op, "key_bias", key_bias, k)
         if softcap != 0:
             raise ValueError(f"{op}: softcap must be 0 with key_bias, got {softcap}")
         low, high = KEY_BIAS_SCALES

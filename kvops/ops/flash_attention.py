@@ -81,14 +81,16 @@ def attention(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     key_bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     backend: str | None = None,
 ) -> Attention:
     """Compute softmax(scale * q k^T) v and its log-sum-exp with the best FlashAttention that supports the call.
 
     Args:
         q: [b, Hq, t, d], torch.float32, float16 or bfloat16. Query head h belongs to KV head h // (Hq / Hk).
-        k: [b, Hk, n, d] of q's dtype.
-        v: [b, Hk, n, dv] of q's dtype.
+        k: [b, Hk, n, d] of q's dtype, or torch.int8 with `k_scale` and `v_scale`; q is then torch.bfloat16.
+        v: [b, Hk, n, dv] of k's dtype.
         causal: If True, the t queries belong to the last t of the n keys, and query i sees keys up to n - t + i. If
             False, each query sees all keys.
         scale: The factor of the logits; 1 / sqrt(d) if None.
@@ -98,6 +100,9 @@ def attention(
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. The lse is without it.
         key_bias: fp32 [b, Hk, n], added to the logits of each key, as in `ops.window_attention`; only the backend
             "kvops" supports it.
+        k_scale: fp32 [b, Hk, n], what int8 keys are multiplied by (`quantize_rows`); only the backend "kvops" supports
+            it.
+        v_scale: The same for the values.
         backend: A name from `attention_backends()`, which must support this call; None selects the best that does.
 
     Returns:
@@ -109,9 +114,11 @@ def attention(
             the backends that do.
     """
     scale, softcap = plain(scale), plain(softcap)
-    check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap, key_bias)
+    check_attention("attention", q, k, v, causal, scale, starts, sink_logits, softcap, key_bias, k_scale, v_scale)
+    given = dict(key_bias=key_bias, k_scale=k_scale, v_scale=v_scale)
+    by_key = {name: x for name, x in given.items() if x is not None}
     q = q if q.stride(3) == 1 else q.contiguous()  # unlike K and V, the queries may have any strides
-    call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap, key_bias)
+    call = _Call(q, k, v, causal, q.shape[3] ** -0.5 if scale is None else scale, starts, softcap, by_key)
     name = _choice(call, backend)
     out, lse = BACKENDS[name].run(call)
     if sink_logits is not None:  # its weight in the softmax goes to no key; a row that sees nothing stays 0
@@ -140,7 +147,7 @@ class _Call(NamedTuple):
     scale: float
     starts: Tensor | None
     softcap: float
-    key_bias: Tensor | None
+    by_key: dict[str, Any]  # those of key_bias, k_scale and v_scale that are given
 
 
 def _choice(call: _Call, forced: str | None) -> str:
@@ -178,13 +185,13 @@ class _Backend:
 
 class _Kvops(_Backend):
     def run(self, call: _Call) -> tuple[Tensor, Tensor]:
-        q, k, v, causal, scale, starts, softcap, bias = call
+        q, k, v, causal, scale, starts, softcap, by_key = call
         t, n = q.shape[2], k.shape[2]
         visible = torch.arange(n - t + 1, n + 1, dtype=torch.int32, device=q.device)
         if not causal:
             visible = torch.full_like(visible, n)
         if 0 < t <= MAX_WINDOW:
-            options: dict[str, Any] = dict(scale=scale, softcap=softcap, starts=starts, key_bias=bias)
+            options: dict[str, Any] = dict(scale=scale, softcap=softcap, starts=starts, **by_key)
             return window_attention(q, k, v, visible, scores=False, **options)[:2]
         out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
         for first in range(0, t, MAX_WINDOW):
@@ -198,8 +205,8 @@ class _Kvops(_Backend):
                 scale=scale,
                 softcap=softcap,
                 starts=None if starts is None else starts.clamp(max=end),
-                key_bias=None if bias is None else bias[:, :, :end],
                 scores=False,
+                **{name: x[:, :, :end] for name, x in by_key.items()},
             )
             out[:, :, rows], lse[:, :, rows] = part, part_lse
         return out, lse
@@ -221,8 +228,8 @@ class _Flash(_Backend):
             return "a dim is 0"
         if call.softcap and not self.softcap:
             return "it does not support softcap"
-        if call.key_bias is not None:
-            return "it does not support key_bias"
+        if call.by_key:
+            return f"it does not support {' and '.join(call.by_key)}"
         if q.is_cuda and q.dtype == torch.float32:
             return "it does not support torch.float32"
         if d != dv and not self.own_dv:

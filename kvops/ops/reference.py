@@ -44,8 +44,9 @@ def also_of_pages(f: Callable[..., Any]) -> Callable[..., Any]:
         given = signature.bind(*args, **options).arguments
         if block_table is not None:
             given |= {name: pages_to_dense(given[name], block_table) for name in ("k", "v") if name in given}
-            if given.get("key_bias") is not None:
-                given["key_bias"] = pages_to_dense(given["key_bias"].unsqueeze(-1), block_table).squeeze(-1)
+            for name in ("key_bias", "k_scale", "v_scale"):
+                if given.get(name) is not None:
+                    given[name] = pages_to_dense(given[name].unsqueeze(-1), block_table).squeeze(-1)
         return f(**given)
 
     table = inspect.Parameter("block_table", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -149,6 +150,11 @@ def group_size(q: Tensor, k: Tensor) -> int:
     return q.shape[1] // k.shape[1] if k.shape[1] else 1
 
 
+def scaled_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Rows of K or V as numbers: int8 rows times their scales, [b, Hk, n]."""
+    return x.to(dtype) if scale is None else x.to(dtype) * scale.to(dtype).unsqueeze(-1)
+
+
 def window_logits(
     q: Tensor,
     k: Tensor,
@@ -221,9 +227,11 @@ def window_scores(
     softcap: float = 0.0,
     sink_logits: Tensor | None = None,
     row_weights: Tensor | None = None,
+    k_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """LAQ Sec. 4.3 (Eq. 4), SnapKV's observation window. q: [b, Hq, w, d], k: [b, Hk, n, d] -> [b, Hk, n]."""
+    k = scaled_rows(k, k_scale, dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     rows = logits
     if score == "softmax":
@@ -252,16 +260,19 @@ def window_attention(
     interleaved: bool = False,
     scores: bool = True,
     key_bias: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """softmax(q k) v, its log-sum-exp and `window_scores`. -> [b, Hq, w, dv], [b, Hq, w], [b, Hk, n or 0]."""
     if cos is not None and sin is not None:  # in fp32, and rounded to the queries' dtype
         k = rope_at_slots(k, cos, sin, interleaved=interleaved, dtype=torch.float32).to(q.dtype)
+    k, v = scaled_rows(k, k_scale, dtype), scaled_rows(v, v_scale, dtype)
     logits, seen = window_logits(q, k, visible, scale, starts, softcap, dtype)
     if key_bias is not None:
         logits = logits + key_bias.to(dtype)[:, :, None, None]
     weights, lse = window_softmax(logits, seen, None, sink_logits)
-    values = torch.where(seen.any(-2).unsqueeze(-1), v.to(dtype).unsqueeze(2), 0.0)  # unseen slots are not read
+    values = torch.where(seen.any(-2).unsqueeze(-1), v.unsqueeze(2), 0.0)  # unseen slots are not read
     observed = window_reduce(weights, seen, logits.isfinite(), reduce, group_reduce)
     return (weights @ values).flatten(1, 2), lse.flatten(1, 2), observed if scores else observed[..., :0]
 

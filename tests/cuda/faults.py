@@ -310,15 +310,18 @@ FAULTS = {
     "drop_scores lets rows see one key too many": Fault(
         "drop_scores", "drop_scores.cuh", "slot >= rows.limits[r]", "slot > rows.limits[r]", "test_limits"
     ),
-    "window_attention gives a group of keys the biases of the one before": Fault(
+    "window_attention gives half of the keys the biases of others": Fault(
         "window_attention",
-        "window_attention.cuh",
-        "kGroupKeys * g + 8 * half + lane / 4",
-        "8 * half + lane / 4",
+        "window.cuh",
+        "16 * m + 8 * half + threadIdx.x % 32 / 4",
+        "threadIdx.x % 32 / 4",
         "test_key_bias",
     ),
-    "window_scores gives half of the keys the biases of others": Fault(
-        "window_attention", "window.cuh", "16 * m + 8 * half + lane / 4", "lane / 4", "test_key_bias"
+    "window_attention forgets the scales of int8 keys": Fault(
+        "window_attention", "window.cuh", "x *= scale;", "", "test_int8"
+    ),
+    "window_attention reads the scales of values that no row sees": Fault(
+        "window_attention", "window.cuh", "first <= key && key < end", "key < end", "test_scales_of_unseen_slots"
     ),
     "window_attention splits sums by the GPU": Fault(
         "window_attention",

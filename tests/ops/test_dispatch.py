@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -177,31 +178,38 @@ def floating(overload, arguments: dict) -> list[str]:
     return [n for n, x in tensors.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
+def every_call(overload) -> list[dict]:
+    """Calls of the overload that together have every tensor that it takes."""
+    every = calls.every_tensor(inputs())
+    return [arguments for name, arguments in every.items() if name.split(",")[0] == overload._name]
+
+
 @pytest.mark.parametrize("overload", OVERLOADS, ids=str)
 def test_every_argument_that_requires_grad_is_refused(overload):
-    arguments = calls.every_tensor(inputs())[overload._name]
+    every = every_call(overload)
     tensors = {a.name for a in overload._schema.arguments if "Tensor" in str(a.type)}
-    assert tensors - {"block_table"} <= set(arguments)  # that is of integers; test_pages.py gives it to every call
-    with torch.no_grad():
-        overload(**arguments)
-    for name in floating(overload, arguments):
-        tracked = replaced(arguments, name, lambda x: x.clone().requires_grad_())
-        with kit.refuses(f"{overload._opname}: {name} requires grad", "no_grad", kind=NotImplementedError):
-            overload(**tracked)
+    assert tensors - {"block_table"} <= {*itertools.chain(*every)}  # of integers; test_pages.py gives it to every call
+    for arguments in every:
         with torch.no_grad():
-            overload(**tracked)
+            overload(**arguments)
+        for name in floating(overload, arguments):
+            tracked = replaced(arguments, name, lambda x: x.clone().requires_grad_())
+            with kit.refuses(f"{overload._opname}: {name} requires grad", "no_grad", kind=NotImplementedError):
+                overload(**tracked)
+            with torch.no_grad():
+                overload(**tracked)
 
 
 @pytest.mark.parametrize("overload", OVERLOADS, ids=str)
 def test_every_tangent_is_refused(overload):
     """Also under no_grad(), where forward differentiation goes on."""
-    arguments = calls.every_tensor(inputs())[overload._name]
-    for name in floating(overload, arguments):
-        with forward_ad.dual_level(), torch.no_grad():
-            tracked = replaced(arguments, name, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
-            with kit.refuses(f"{overload._opname}: {name} has a tangent", kind=NotImplementedError):
-                overload(**tracked)
-            overload(**arguments)
+    for arguments in every_call(overload):
+        for name in floating(overload, arguments):
+            with forward_ad.dual_level(), torch.no_grad():
+                tracked = replaced(arguments, name, lambda x: forward_ad.make_dual(x, torch.ones_like(x)))
+                with kit.refuses(f"{overload._opname}: {name} has a tangent", kind=NotImplementedError):
+                    overload(**tracked)
+                overload(**arguments)
 
 
 def test_the_public_functions_refuse_optional_arguments_too():

@@ -202,6 +202,18 @@ def check_windows_of_tokens(rank: int, ranks: int) -> None:
             biased |= {"softcap": 0.0}
             for mine, exact in zip(ops.window_attention(**shards(biased)), reference.window_attention(**biased)):
                 torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+            rounded = dict(
+                zip(("k", "k_scale", "v", "v_scale"), (*kvops.quantize_rows(k), *kvops.quantize_rows(v[..., :16])))
+            )
+            rounded |= {"v_scale": rounded["v_scale"].nan_to_num(0)}
+            narrow = {**call, "q": q.bfloat16(), **rounded}
+            for mine, exact in zip(ops.window_attention(**shards(narrow)), reference.window_attention(**narrow)):
+                tolerance = 2e-2 if mine.dtype == torch.bfloat16 else 1e-5
+                mine = whole(mine).double()
+                torch.testing.assert_close(mine, exact, rtol=tolerance, atol=tolerance, equal_nan=True)
+            del narrow["v"], narrow["v_scale"]
+            mine, exact = ops.window_scores(**shards(narrow)), reference.window_scores(**narrow)
+            torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
             weighted = {**call, "row_weights": kit.randn(*q.shape[:3]).abs()}
             mine, exact = ops.window_scores(**shards(weighted)), reference.window_scores(**weighted)
             torch.testing.assert_close(whole(mine).double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)

@@ -342,6 +342,32 @@ def test_key_bias(t, causal):
         kvops.attention(q, k, v, causal=causal, key_bias=bias, backend="torch_flash")
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("t", [1, 40, 300])
+def test_int8(t, causal):
+    """As with the numbers that the rows stand for, in blocks of 256 rows."""
+    q, k, v = (x.bfloat16() for x in make(t=t, n=330, d=32, dv=32))
+    (k8, k_scale), (v8, v_scale) = (kvops.quantize_rows(x) for x in (k, v))
+    options = dict(causal=causal, starts=kit.int32(0, 40), sink_logits=kit.randn(6), softcap=2.0)
+    result = kvops.attention(q, k8, v8, k_scale=k_scale, v_scale=v_scale, **options)
+    rows = (kvops.dequantize_rows(*x, torch.float32) for x in ((k8, k_scale), (v8, v_scale)))
+    want = kvops.attention(q.float(), *rows, **options, backend="kvops")
+    assert result.backend == "kvops" and result.out.dtype == torch.bfloat16
+    torch.testing.assert_close(result.out.float(), want.out, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result.lse, want.lse, rtol=1e-5, atol=1e-5)
+    good = dict(q=q, k=k8, v=v8, k_scale=k_scale, v_scale=v_scale, causal=False)
+    for wrong, message in (
+        (dict(k_scale=None), "k_scale must be a tensor if k is torch.int8, got None"),
+        (dict(k=k, v=v, k_scale=None), "v_scale must be None if k is torch.bfloat16, got Tensor"),
+        (dict(v_scale=v_scale[:1]), r"v_scale must be torch.float32 \[2, 2, 330\] on .*, one value per key, got .*"),
+        (dict(q=q.float()), "k must have q's dtype and device, torch.float32"),
+        (dict(v=v), "k must have q's dtype and device, torch.bfloat16"),
+        (dict(backend="torch_flash"), "cannot run this call: it does not support k_scale and v_scale"),
+    ):
+        with kit.refuses(message):
+            kvops.attention(**good | wrong)
+
+
 @kit.only("cpu")
 def test_a_backend_that_cannot_says_why():
     q, k, v = make(t=257, n=257)

@@ -44,6 +44,9 @@ def swapped(*pages: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in pages]
 
 
+BY_KEY = "key_bias", "k_scale", "v_scale"  # fp32 [b, Hk, n]
+
+
 #: Page layouts of engines: the memory's shape for (pages, heads, page_size, d), and K and V in it.
 LAYOUTS = {
     "HND": (lambda p, h, s, d: (2, p, h, s, d), lambda x: x),
@@ -56,14 +59,15 @@ LAYOUTS = {
 
 
 def to_pages(k: Tensor, v: Tensor, size: int, seed: int = 0, layout: str = "HND", lengths=None) -> Pages:
-    """Put dense requests into shuffled pages of a pool. Unused slots are NaN, unused entries of the table -1."""
+    """Put dense requests into shuffled pages of a pool. Unused slots are NaN or 127, unused entries of the table -1."""
     b, heads, n, d = k.shape
     generator = torch.Generator().manual_seed(seed)
     columns = -(-n // size)
     pool = torch.randperm(b * columns + 3, generator=generator, device="cpu").to(torch.int32)
     table = torch.full((b, columns), -1, dtype=torch.int32)
     shape, views = LAYOUTS[layout]
-    memory = torch.full(shape(len(pool), heads, size, max(d, v.shape[3])), torch.nan, dtype=k.dtype)
+    unused = torch.nan if k.is_floating_point() else 127
+    memory = torch.full(shape(len(pool), heads, size, max(d, v.shape[3])), unused, dtype=k.dtype)
     pages = [x[..., : dense.shape[3]] for x, dense in zip(views(memory), (k, v))]
     for row, length in enumerate([n] * b if lengths is None else lengths):
         for page in range(-(-length // size)):
@@ -96,16 +100,14 @@ def paged(arguments: dict, size: int, seed: int = 0, layout: str = "HND") -> dic
         }
     rows = [name for name in ("k", "v") if name in arguments]
     pages = to_pages(arguments[rows[0]], arguments[rows[-1]], size, seed, layout)
-    arguments = with_paged_bias(arguments, size, seed, layout)
+    arguments = with_paged_values(arguments, size, seed, layout)
     return {**arguments, **{name: getattr(pages, name) for name in rows}, "block_table": pages.block_table}
 
 
-def with_paged_bias(arguments: dict, size: int, seed: int, layout: str) -> dict:
-    """Return the arguments with the keys' biases, if there are any, in the pages that K has."""
-    if arguments.get("key_bias") is None:
-        return arguments
-    bias = arguments["key_bias"].unsqueeze(-1)
-    return {**arguments, "key_bias": to_pages(bias, bias, size, seed, layout).k.squeeze(-1)}
+def with_paged_values(arguments: dict, size: int, seed: int, layout: str) -> dict:
+    """Return the arguments with what there is per key, such as biases, in the pages that K has."""
+    by_key = {x: arguments[x].unsqueeze(-1) for x in BY_KEY if arguments.get(x) is not None}
+    return arguments | {name: to_pages(x, x, size, seed, layout).k.squeeze(-1) for name, x in by_key.items()}
 
 
 def results(overload, arguments: dict) -> list[Tensor]:
@@ -155,7 +157,7 @@ def test_opcheck(name, dtype):
     x.starts.zero_(), x.lengths.fill_(80)  # no result is NaN then, which opcheck would take for a difference
     overload, arguments = direct(name, x)
     pages = paged(arguments, 16)
-    pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {x: pages[x] for x in ("k", "v", "key_bias") if x in pages})
+    pages |= pytree.tree_map(lambda x: x.nan_to_num(0), {x: pages[x] for x in ("k", "v", *BY_KEY) if x in pages})
     torch.library.opcheck(overload, (), pages)
 
 
@@ -307,6 +309,11 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
     out, lse, scores = ops.window_attention(q, k, v, visible, block_table=table, **options)
     bias = kit.randn(*k.shape[:3])
     biased = ops.window_attention(q, k, v, visible, key_bias=bias, block_table=table)
+    rounded = kvops.quantize_rows(torch.cat((k, k, k, k), -1)), kvops.quantize_rows(torch.cat((v, v, v, v), -1))
+    int8 = dict(zip(("k", "k_scale", "v", "v_scale"), (*rounded[0], *rounded[1])))
+    wide = torch.cat((q, q, q, q), -1).bfloat16()
+    narrow = ops.window_attention(wide, **int8, visible=visible, block_table=table)
+    narrow_scores = ops.window_scores(wide, k=int8["k"], k_scale=int8["k_scale"], visible=visible, block_table=table)
     again = ops.window_scores(q, k, visible, block_table=table)
     drops = ops.drop_scores(q, k, v, visible, block_table=table)
     for i, (length, own) in enumerate(zip(batch.lengths, batch.alone())):
@@ -320,6 +327,14 @@ def test_windows_of_ragged_requests(batch, w, group, rotated):
         own_bias = reference.pages_to_dense(bias.unsqueeze(-1), table[one])[:, :, :length, 0]
         expected = ops.window_attention(q[one], *own, visible[i], key_bias=own_bias)
         assert kit.same((*(x[one] for x in biased[:2]), biased[2][one, :, :length]), expected)
+        mine = {
+            x: reference.pages_to_dense(y.view(*y.shape[:3], -1), table[one])[:, :, :length] for x, y in int8.items()
+        }
+        mine |= {x: mine[x].squeeze(-1) for x in ("k_scale", "v_scale")}
+        expected = ops.window_attention(wide[one], **mine, visible=visible[i])
+        assert kit.same((*(x[one] for x in narrow[:2]), narrow[2][one, :, :length]), expected)
+        expected = ops.window_scores(wide[one], mine["k"], visible[i], k_scale=mine["k_scale"])
+        assert kit.same(narrow_scores[one, :, :length], expected)
         assert kit.same(again[one, :, :length], ops.window_scores(q[one], own[0], visible[i]))
         assert kit.same(drops[one, :, :length], ops.drop_scores(q[one], *own, visible[i]))
         assert all((x[i, :, length:] == 0).all() for x in (scores, again, drops))

@@ -129,6 +129,71 @@ def test_key_bias(dtype, group, w, d):
     assert kit.same(found, ops.window_attention(q, turned, v, visible, key_bias=bias))
 
 
+def int8(k, v):
+    """Return k and v rounded, with their scales, by the names of the arguments."""
+    return dict(zip(("k", "k_scale", "v", "v_scale"), (*kvops.quantize_rows(k), *kvops.quantize_rows(v))))
+
+
+@pytest.mark.parametrize(
+    "group, w, d, dv",
+    [(1, 1, 32, 48), (3, 1, 80, 64), (8, 1, 16, 16), (9, 1, 48, 80), (2, 6, 32, 32), (3, 20, 80, 48), (3, 5, 272, 96)],
+)
+def test_int8(group, w, d, dv):
+    """With every option but RoPE; scales of any strides. Scales of 1 give the bits of bf16 rows."""
+    n = 150
+    q, k, v, visible = window(2, 2, group, w, n, d, torch.bfloat16, dv=dv)
+    sizes = torch.exp(2 * kit.randn(2, 2, n, 1, seed=8)).bfloat16()
+    rows = int8(k * sizes, v * sizes.flip(2))
+    rows |= {x: rows[x].transpose(1, 2).contiguous().transpose(1, 2) for x in ("k_scale", "v_scale")}
+    assert rows["k_scale"].amax() > 9 * rows["k_scale"].amin()
+    for more in (
+        {},
+        dict(reduce="max", group_reduce="max", softcap=3.0),
+        dict(reduce="mean", group_reduce="none", starts=kit.int32(0, 11), scale=0.03),
+        dict(sink_logits=kit.randn(2 * group), visible=torch.stack((visible, kit.int32(*[70] * w)))),
+        dict(key_bias=3 * kit.randn(2, 2, n, seed=9), scale=0.1),
+    ):
+        check(q, **rows, **{"visible": visible} | more)
+    one = torch.ones(2, 2, n)
+    tens = {x: (rows[x] % 10).contiguous() for x in ("k", "v")}
+    found = ops.window_attention(q, **tens, visible=visible, k_scale=one, v_scale=one)
+    exact = ops.window_attention(q, *(x.bfloat16() for x in tens.values()), visible)
+    assert kit.same(found, exact)
+
+
+def test_every_int8_number():
+    """-128 too, which quantize_rows does not use, in every lane of a register."""
+    codes = torch.arange(256, device="cpu").to(torch.uint8)
+    k = torch.stack([codes.roll(i) for i in range(64)]).view(torch.int8).view(1, 1, 64, 256)
+    one, q = torch.ones(1, 1, 64), torch.eye(256).bfloat16()[None, None]
+    logits = ops.window_scores(q, k, kit.int32(64).expand(256).contiguous(), k_scale=one, scale=1.0, score="dot",
+                               reduce="max", group_reduce="none")  # fmt: skip
+    assert torch.equal(logits[0, 0], k.float()[0, 0].amax(-1))
+    for i in range(0, 64, 9):  # all of the row's weight is one token's
+        hidden = torch.full((1, 1, 64), -torch.inf)
+        hidden[..., i] = 0.0
+        out, _, _ = ops.window_attention(q[:, :, :3], k, k, kit.int32(64, 64, 64), key_bias=hidden, k_scale=one,
+                                         v_scale=0.5 * one)  # fmt: skip
+        assert torch.equal(out[0, 0].float(), (k[0, 0, i].float() / 2).expand(3, -1))
+
+
+@pytest.mark.parametrize("w", [1, 7])
+def test_scales_of_unseen_slots(w):
+    """They are not used, and those that are not finite leave a key out, or spoil its head's values, as rows do."""
+    q, k, v, _ = window(2, 2, 3, w, 90, 32, torch.bfloat16)
+    rows, visible, starts = int8(k, v), kit.int32(*[70] * w), kit.int32(20, 31)
+    clean = ops.window_attention(q, **rows, visible=visible, starts=starts)
+    for name in ("k_scale", "v_scale"):
+        rows[name][:, :, 70:] = rows[name][0, :, :20] = rows[name][1, :, :31] = torch.nan
+    assert kit.same(ops.window_attention(q, **rows, visible=visible, starts=starts), clean)
+    rows["k_scale"][0, 1, 33] = torch.inf
+    out, _, scores = ops.window_attention(q, **rows, visible=visible, starts=starts)
+    assert scores[0, 1, 33].isnan() and out.isfinite().all() and kit.same(out[1], clean[0][1])
+    rows["v_scale"][1, 0, 40] = torch.nan
+    spoiled = ~ops.window_attention(q, **rows, visible=visible, starts=starts)[0].isfinite()
+    assert spoiled[1, :3].all() and not spoiled[0].any() and not spoiled[1, 3:].any()
+
+
 @pytest.mark.parametrize("w", [1, 4])
 def test_a_bias_of_log_m_counts_a_key_m_times(w):
     q, k, v, _ = window(2, 2, 2, w, 40, 32)
@@ -352,9 +417,25 @@ def test_bad_input():
         (dict(key_bias=torch.zeros(1, 2, 64).half()), ("key_bias must be torch.float32", "torch.float16")),
         (dict(key_bias=torch.zeros(1, 2, 64), softcap=2.0), ("softcap must be 0 with key_bias, got 2",)),
         (dict(key_bias=torch.zeros(1, 2, 64), scale=1e-7), ("scale must lie in", "with key_bias")),
+        (dict(k_scale=torch.ones(1, 2, 64)), ("k_scale must be None if k is torch.float32",)),
+        (dict(v_scale=torch.ones(1, 2, 64)), ("v_scale must be None if k is torch.float32",)),
     ):
         with kvops.debug_checks(), kit.refuses(*parts):
             ops.window_attention(**(good | arguments))
+    narrow = dict(q=q.bfloat16(), visible=visible, **int8(k, v))
+    for arguments, parts in (
+        (dict(k_scale=None), ("k_scale must be given if k is torch.int8, got None",)),
+        (dict(v_scale=None), ("v_scale must be given if k is torch.int8, got None",)),
+        (dict(k_scale=torch.ones(1, 2, 63)), ("k_scale must be float32", r"\[1, 2, 64\]", r"\[1, 2, 63\]")),
+        (dict(v_scale=torch.ones(1, 2, 64).half()), ("v_scale must be torch.float32", "torch.float16")),
+        (dict(q=q), ("q must be torch.bfloat16 with int8 keys, k torch.int8", "got torch.float32")),
+        (dict(v=v), ("v must have k's dtype torch.int8", "got torch.float32")),
+        (dict(cos=torch.ones(64, 8), sin=torch.ones(64, 8)), ("cos and sin must be None if k is torch.int8",)),
+    ):
+        with kit.refuses("window_attention", *parts):
+            ops.window_attention(**(narrow | arguments))
+    with kit.refuses("drop_scores: k must be float32, float16, bfloat16, .*, got torch.int8"):
+        ops.drop_scores(narrow["q"], narrow["k"], narrow["v"], visible)
     with kit.refuses("v must be a torch.Tensor", kind=TypeError):
         ops.window_attention(q, k, None, visible)
     with kit.refuses("v requires grad"):

@@ -153,6 +153,29 @@ def test_row_weights(group, w, dtype):
     assert (none == 0).all()
 
 
+@pytest.mark.parametrize("group, w, d", [(4, 1, 48), (3, 5, 32), (12, 1, 80), (2, 40, 272)])
+def test_int8(group, w, d):
+    """As the numbers that the rows stand for, with every option."""
+    q, k, visible = kit.window(2, 2, group, w, 95, d, torch.bfloat16)
+    k = k * torch.exp(2 * kit.randn(2, 2, 95, 1, seed=8)).bfloat16()
+    rows, k_scale = kvops.quantize_rows(k)
+    for more in (
+        {},
+        dict(reduce="max", group_reduce="none", softcap=2.0),
+        dict(reduce="mean", group_reduce="max", starts=kit.int32(0, 11), sink_logits=kit.randn(2 * group)),
+        dict(score="dot", scale=0.1),
+        dict(row_weights=row_weights(2, 2 * group, w), scale=0.05),
+    ):
+        check(q, rows, visible, k_scale=k_scale, **more)
+    lse = reference.window_attention(q, rows, rows, visible, k_scale=k_scale, v_scale=k_scale)[1].float()
+    with kvops.debug_checks():
+        check(q, rows, visible, k_scale=k_scale, lse=lse)
+    with kit.refuses("window_scores: k_scale must be given if k is torch.int8, got None"):
+        ops.window_scores(q, rows, visible)
+    with kit.refuses("window_scores: k_scale must be None if k is torch.bfloat16, got a tensor"):
+        ops.window_scores(q, k, visible, k_scale=k_scale)
+
+
 def test_row_weights_with_large_logits_and_what_is_not_finite():
     q, k, visible = kit.window(1, 1, 2, 5, 70, 32)
     q = q * torch.tensor([1000.0, 10.0, 1.0, 0.1, 0.0]).view(5, 1)

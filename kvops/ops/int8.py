@@ -1,0 +1,67 @@
+"""Rows of K and V as int8 with a scale each: half the bytes of bf16."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import inference_only
+
+LARGEST = 127  # a row and its negative round alike, so -128 is not used
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of K or V to int8, with a scale per row (symmetric).
+
+    ```text
+    scale = max over channels of |x| / 127       rounded = round(x / scale), half to even
+    ```
+
+    So each number is at most scale / 2 from scale * rounded. `ops.window_attention`, `ops.window_scores` and
+    `attention` read such rows as they are.
+
+    Args:
+        x: [..., d], torch.float32, float16 or bfloat16.
+
+    Returns:
+        (rows, scales): int8 [..., d] and fp32 [...]. A row with a number that is not finite has a scale that is not
+        finite, and counts as such a row.
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: x has another dtype, no dim, or requires grad outside `torch.no_grad()`.
+    """
+    inference_only("quantize_rows", x=x)
+    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            "quantize_rows: x must be [..., d] in torch.float32, torch.float16 or torch.bfloat16, got "
+            f"{x.dtype} {list(x.shape)}"
+        )
+    x = x.float()
+    scales = x.abs().amax(-1) / LARGEST
+    rows = (x / scales.unsqueeze(-1)).nan_to_num_(0.0).round_().clamp_(-LARGEST, LARGEST)
+    return rows.to(torch.int8), scales
+
+
+def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return the numbers that rows of `quantize_rows` stand for: scale * row, rounded to `dtype`.
+
+    Args:
+        rows: int8 [..., d].
+        scales: fp32 [...], one per row.
+        dtype: The dtype of the result.
+
+    Returns:
+        [..., d].
+
+    Raises:
+        TypeError: An argument is not a tensor.
+        ValueError: A dtype or a shape is wrong.
+    """
+    inference_only("dequantize_rows", rows=rows, scales=scales)
+    if rows.dtype != torch.int8 or scales.dtype != torch.float32 or scales.shape != rows.shape[:-1]:
+        raise ValueError(
+            "dequantize_rows: rows must be torch.int8 [..., d] and scales torch.float32 [...], got "
+            f"{rows.dtype} {list(rows.shape)} and {scales.dtype} {list(scales.shape)}"
+        )
+    return (rows * scales.unsqueeze(-1)).to(dtype)
