@@ -67,14 +67,8 @@ _WHOLE = frozenset(("projection", "phase", "inv_freq"))
 _MAYBE_BY_BATCH = {"visible": 2, "cos": 3, "sin": 3}  # they have a batch dim if they have this many dims
 #: [heads, ...], after a batch dim if they have this many dims.
 _BY_HEAD_MAYBE_BATCH = {"mean": 3, "cov": 4, "centers": 3, "norms": 3}
-_BY_TOKEN = {
-    "k": 4,
-    "v": 4,
-    "scores": 3,
-    "key_bias": 3,
-    "k_scale": 3,
-    "v_scale": 3,
-}  # they have a token dim if they have this many dims
+#: They have a token dim if they have this many dims.
+_BY_TOKEN = {"k": 4, "v": 4, "scores": 3, "key_bias": 3, "k_scale": 3, "v_scale": 3}
 _ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
 _scores = torch.ops.kvops.window_scores.default
 _library: torch.library.Library | None = None

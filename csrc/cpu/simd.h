@@ -281,7 +281,7 @@ inline F tanh(F x) {
 // One register of stored elements, widened to kVecs<T> vectors of floats. For 2-byte types without a fast conversion,
 // the even elements go to the first vector and the odd ones to the second. Statistics over channels do not depend on
 // the order; `channel_slot` gives the position of a channel. fp8 fills half a register and is placed like the same
-// channels of bf16, so sums have the same order and results equal bf16's to the last bit.
+// channels of bf16, so sums have the same order and results equal bf16's to the last bit. So does int8, in order.
 template <class T>
 constexpr int kVecs = sizeof(T) == 4 ? 1 : 2;
 template <class T>
@@ -331,7 +331,7 @@ inline void widen(U raw, F* out, const Half*) {
 
 // Whether `widen` and `narrow` keep the order of the channels.
 template <class T>
-constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && __is_same(T, Half));
+constexpr bool kInOrder = sizeof(T) == 4 || (kHalfInOrder && __is_same(T, Half)) || __is_same(T, Int8);
 
 // fp8 formats: mantissa bits, exponent bias, and the smallest magnitude that is not a finite number.
 template <class T>
@@ -501,30 +501,38 @@ inline U load_bytes(const T* p, int64_t bytes) {
   return (U)fp8_to_float<T>(pairs & 0xffu) >> 16 | (U)fp8_to_float<T>(pairs >> 8);
 #endif
 }
-// The same of int8 as floats, placed like bf16's.
+inline void load(const Int8* p, F* out) {
+  for (int i = 0; i < 2; ++i) {
+#if defined(__AVX2__)  // GCC converts such vectors element by element
+    __m128i raw = _mm_setzero_si128();
+    memcpy(&raw, p + i * VL, VL);
+#if defined(__AVX512F__)
+    const I whole = (I)_mm512_cvtepi8_epi32(raw);
+#else
+    const I whole = (I)_mm256_cvtepi8_epi32(raw);
+#endif
+#else
+    typedef int8_t Bytes __attribute__((vector_size(VL)));
+    Bytes raw;
+    memcpy(&raw, p + i * VL, VL);
+    const I whole = __builtin_convertvector(raw, I);
+#endif
+    out[i] = __builtin_convertvector(whole, F);
+  }
+}
 inline void load_integers(const Int8* p, int64_t bytes, F* out) {
-  typedef uint16_t Pairs __attribute__((vector_size(VB / 2)));
-  Pairs raw = {};
-  memcpy(&raw, p, bytes);
-  const U pairs = __builtin_convertvector(raw, U);
-  out[0] = __builtin_convertvector((I)(pairs << 24) >> 24, F);
-  out[1] = __builtin_convertvector((I)(pairs << 16) >> 24, F);
+  Int8 whole[VB / 2] = {};
+  memcpy(whole, p, bytes);
+  load(whole, out);
 }
 inline U load_bytes(const Int8* p, int64_t bytes) {
-#if defined(__AVX512BF16__)
-  __m256i raw = _mm256_setzero_si256();
-  memcpy(&raw, p, bytes);
-  const auto floats = [](__m128i x) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(x)); };
-  const __m512 low = floats(_mm256_castsi256_si128(raw)), high = floats(_mm256_extracti128_si256(raw, 1));
-  return (U)_mm512_cvtne2ps_pbh(high, low);
-#else
   F x[2];
   load_integers(p, bytes, x);
-  return (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
+#if defined(__AVX512BF16__)
+  return (U)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+#else
+  return (U)evens(x[0], x[1]) >> 16 | ((U)odds(x[0], x[1]) & 0xffff0000u);
 #endif
-}
-inline void load(const Int8* p, F* out) {
-  load_integers(p, VB / 2, out);
 }
 inline void load(const E4M3* p, F* out) {
   widen(load_bytes(p, VB / 2), out, static_cast<const BFloat16*>(nullptr));

@@ -81,6 +81,11 @@ struct Chunk {
   int64_t segment, in_segment;
 };
 
+// A scale as keys are multiplied by it: NaN if it is not finite, which a softcap would hide.
+inline float finite_or_nan(float scale) {
+  return scale + scale * 0.0f;
+}
+
 // The values of a block's keys in one of the tensors that have one per key (key_bias, k_scale, v_scale).
 inline void read_key_values(const Window& p, const KVView& of, int64_t head, const Block& block, float* values) {
   const HeadRows rows = of.head(head / p.heads, head % p.heads);
@@ -273,7 +278,10 @@ struct WindowWorker {
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
     if (p.key_bias.data) read_key_values(p, p.key_bias, head, block, biases);
-    if (p.k_scale.data) read_key_values(p, p.k_scale, head, block, scales);
+    if (p.k_scale.data) {
+      read_key_values(p, p.k_scale, head, block, scales);
+      for (int i = 0; i < block.count; ++i) scales[i] = finite_or_nan(scales[i]);
+    }
   }
 
   // Multiplies what the tile has for each key.

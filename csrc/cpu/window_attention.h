@@ -109,6 +109,11 @@ void attend_decode(const WindowAttentionParams& p, const Workers& workers, Type<
         for (int64_t s = 0; any && s < sizes.splits; ++s)
           for (int j = 0; j < kVecs<T>; ++j)
             x[j] += load(outs + (head + s) * sizes.out + g * width + (c * kVecs<T> + j) * VL) * share[s];
+        if (kInOrder<typename Worker::Value> && !kInOrder<T>) {
+          const F even = evens(x[0], x[1]);
+          x[1] = odds(x[0], x[1]);
+          x[0] = even;
+        }
         const U bits = narrow(x, static_cast<const T*>(nullptr));
         memcpy(p.out + row * p.v.row_bytes + c * VB, &bits, c < of_v.full ? VB : of_v.part);
       }

@@ -10,8 +10,8 @@
 // during the products with K, K's during those with V. To L1 there would be too few requests in flight, and to prefetch
 // V in the same block is too late.
 //
-// int8 rows are converted in registers, as they are multiplied. fp8 takes more instructions, so a block of it is
-// converted first.
+// int8 rows are converted in registers, in the order of their channels, as they are multiplied. fp8 takes more
+// instructions, so a block of it is converted first.
 //
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
@@ -62,6 +62,7 @@ struct DecodeWorker {
   static constexpr bool kIntegers = __is_same(Stored, Int8);
   typedef typename Choose<kPairs<T>, float, T>::Type In;  // bf16 pairs are read as words
   typedef typename Choose<kIntegers, Int8, In>::Type Key;
+  typedef typename Choose<kIntegers, Int8, T>::Type Value;  // with as many elements per register
 
   const Window& p;
   const WindowScratch sizes;
@@ -115,7 +116,7 @@ struct DecodeWorker {
       float* const to = q + r * width;
       if (kPairs<T> && p.q.stride_d == sizeof(T)) {
         copy_bytes(to, from, p.k.row_bytes);
-      } else if (p.q.stride_d == sizeof(T)) {
+      } else if (!kIntegers && p.q.stride_d == sizeof(T)) {
         for_registers<T>(row_shape<T>(p.k.row_bytes), [&](int64_t c, auto&& load_row) {
           F x[kVecs<T>];
           load_row(reinterpret_cast<const T*>(from), x);
@@ -128,7 +129,7 @@ struct DecodeWorker {
           if constexpr (kPairs<T>) {
             memcpy(reinterpret_cast<char*>(to) + 2 * c, &x, 2);
           } else {
-            to[channel_slot<T>(c)] = to_float(x);
+            to[channel_slot<Key>(c)] = to_float(x);
           }
         }
       }
@@ -195,7 +196,7 @@ struct DecodeWorker {
   void logits(const Block& block, const Block& then, float* out) {
     pack();
     with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
-    if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](float& x, float scale) { x *= scale; });
+    if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](float& x, float scale) { x *= finite_or_nan(scale); });
     for (float* x = out; p.softcap != 0 && x < out + (block.count + kUnit - 1) / kUnit * kLanes; x += VL)
       store(x, tanh(load(x)) * p.softcap);
     if (p.key_bias.data) for_key_values(p.key_bias, block, out, [](float& x, float bias) { x += bias; });
@@ -320,7 +321,6 @@ struct DecodeWorker {
   template <int G, int C>
   void add_registers(const Block& block, const Block& then, RowShape of_v, int first_register, const float* shrink,
                      float* out) const {
-    typedef typename Choose<kIntegers, Int8, T>::Type Value;  // with as many elements per register
     constexpr int N = C * kVecs<T>;
     const int64_t v_width = of_v.registers() * kStep<T>;
     out += first_register * kStep<T>;

@@ -186,23 +186,23 @@ struct KeyTerms {
   __device__ void end(float (&x)[kBlocks][kHalves][4], int key, int left) const {
     if constexpr (kScaled) {
       const int lane = threadIdx.x % 32;
-      const float scale = key_value<kPaged>(p.k_scale, p, head, key + lane, lane < left);
+      float scale = key_value<kPaged>(p.k_scale, p, head, key + lane, lane < left);
+      scale = fmaf(scale, 0.0f, scale);  // NaN if it is not finite, which a softcap would hide
       for_key_values(x, scale, [](float& x, float scale) { x *= scale; });
       if (p.key_bias.data) for_key_values(x, bias(key, left), [](float& x, float bias) { x += bias; });
     }
   }
 
-  // Multiplies softmax weights, in the layout of the products, by the scales of the values. Those below `first` are not
-  // read: no row sees them.
+  // Multiplies softmax weights, in the layout of the products, by the scales of the values.
   template <int kBlocks, int kHalves>
-  __device__ void weigh(float (&x)[kBlocks][kHalves][4], int first, int key, int left) const {
-    if constexpr (kScaled)
-      for_key_values(x, value_scale(first, key + threadIdx.x % 32, key + left),
-                     [](float& weight, float scale) { weight *= scale; });
+  __device__ void weigh(float (&x)[kBlocks][kHalves][4], int key, int left) const {
+    if constexpr (kScaled) {
+      const int lane = threadIdx.x % 32;
+      const bool seen = lane < left;
+      for_key_values(x, value_scale(key + lane, seen), [](float& weight, float scale) { weight *= scale; });
+    }
   }
-  __device__ float value_scale(int first, int key, int end) const {
-    return key_value<kPaged>(p.v_scale, p, head, key, first <= key && key < end);
-  }
+  __device__ float value_scale(int key, bool there) const { return key_value<kPaged>(p.v_scale, p, head, key, there); }
 
  private:
   __device__ float bias(int key, int left) const {
@@ -217,7 +217,7 @@ struct NoTerms {
   template <class Products>
   __device__ void end(Products&, int, int) const {}
   template <class Products>
-  __device__ void weigh(Products&, int, int, int) const {}
+  __device__ void weigh(Products&, int, int) const {}
 };
 
 // ---- Queries, in shared memory ----

@@ -416,7 +416,7 @@ struct RowState {
           sum[t][1] += high;
           x[g][t][2 * e] = low, x[g][t][2 * e + 1] = high;
         }
-    terms.weigh(x, first, key, end - key);
+    terms.weigh(x, key, end - key);
 #pragma unroll
     for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -684,7 +684,7 @@ __global__ void __launch_bounds__(kWindowThreads)
       for (int j = group; j < count; j += groups) {
         float4 v = load_four<T>(head_rows<kPaged, T>(p.v, b, h).row(key + j) + column * 4 * sizeof(T), plan.wide);
         if constexpr (std::is_same_v<T, Int8>) {
-          const float scale = terms.value_scale(first, key + j, end);
+          const float scale = terms.value_scale(key + j, true);
           v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
         }
         const float* const weight = weights + j * kTileRows;

@@ -10,13 +10,13 @@ inline bool is_normal(double x) {
   return x >= std::numeric_limits<float>::min() && x <= std::numeric_limits<float>::max();
 }
 
-// A tensor of one value per key, fp32 [b, heads, n] with any strides, in pages if K is.
+// A tensor of one value per slot of k (or v), fp32 [b, heads, n] with any strides, in pages if K is.
 inline KVView check_key_values(const char* op, const char* name, const Tensor& x, const Tensor& k, const KVView& of_k) {
   check_same_device(op, name, x, k);
   check_scalar_type(op, name, x, ScalarType::Float);
   KVOPS_CHECK(x.dim() == 3 && x.size(0) == k.size(0) && x.size(1) == k.size(1) && x.size(2) == k.size(2), op, ": ",
-              name, " must be float32 [", k.size(0), ", ", k.size(1), ", ", k.size(2),
-              "], one value per key of k, got ", shape(x));
+              name, " must be float32 [", k.size(0), ", ", k.size(1), ", ", k.size(2), "], one value per slot, got ",
+              shape(x));
   KVView view = of_k;  // of the same pages, if there are any
   view.data = const_cast<char*>(static_cast<const char*>(x.const_data_ptr()));
   view.stride_b = 4 * x.stride(0);

@@ -397,7 +397,9 @@ def window_attention(
     On the CPU biases of 0 change no bit.
 
     With `k_scale` and `v_scale`, k and v are int8 rows of half the bytes: key j is k_scale[j] * k_j and its value
-    v_scale[j] * v_j. The kernel multiplies the integers, which are exact in bf16, and then the sums.
+    v_scale[j] * v_j. The kernel multiplies the integers, which are exact in bf16, then the products by k_scale, and the
+    softmax weights by v_scale. A k_scale that is not finite leaves its key out; a v_scale that is not finite counts as
+    such a V row.
 
     With `cos` and `sin` the cache may hold keys before RoPE: the kernel rotates each key as it reads it. All results
     have the bits that `rope_at_slots` on K followed by this operator would give, without writing K and reading it

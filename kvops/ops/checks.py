@@ -418,12 +418,11 @@ def check_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
-        int8 = name != "q" and k.dtype == v.dtype == torch.int8 and q.dtype == torch.bfloat16
+        int8 = name != "q" and k.dtype == torch.int8 and q.dtype == torch.bfloat16
         if x.dtype != (torch.int8 if int8 else q.dtype) or x.device != q.device:
-            raise ValueError(
-                f"{op}: {name} must have q's dtype and device, {q.dtype} {q.device}, or be torch.int8 with queries in "
-                f"torch.bfloat16, got {x.dtype} {x.device}"
-            )
+            wanted = f"k's dtype and q's device, {k.dtype}" if int8 else f"q's dtype and device, {q.dtype}"
+            more = "" if int8 else " (or torch.int8, as v, if q is torch.bfloat16)" if name == "k" else ""
+            raise ValueError(f"{op}: {name} must have {wanted} {q.device}{more}, got {x.dtype} {x.device}")
     b, query_heads, t, d = q.shape
     heads, n = k.shape[1:3]
     if k.shape[0] != b or k.shape[3] != d:
@@ -446,7 +445,10 @@ def check_attention(
     for name, scale_of_rows in (("k_scale", k_scale), ("v_scale", v_scale)):
         if (scale_of_rows is None) == (k.dtype == torch.int8):
             wanted = "a tensor" if scale_of_rows is None else "None"
-            raise ValueError(f"{op}: {name} must be {wanted} if k is {k.dtype}, got {typed(scale_of_rows)}")
+            raise ValueError(
+                f"{op}: {name} must be {wanted} if k is {k.dtype}, got "
+                + ("None" if scale_of_rows is None else type(scale_of_rows).__name__)
+            )
         if scale_of_rows is not None:
             check_key_values(op, name, scale_of_rows, k)
     if key_bias is not None:

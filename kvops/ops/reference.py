@@ -151,8 +151,8 @@ def group_size(q: Tensor, k: Tensor) -> int:
 
 
 def scaled_rows(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Rows of K or V as numbers: int8 rows times their scales, [b, Hk, n]."""
-    return x.to(dtype) if scale is None else x.to(dtype) * scale.to(dtype).unsqueeze(-1)
+    """Rows of K or V as numbers: int8 rows times their scales, [b, Hk, n]; NaN if a scale is not finite."""
+    return x.to(dtype) if scale is None else x.to(dtype) * (scale + 0 * scale).to(dtype).unsqueeze(-1)
 
 
 def window_logits(

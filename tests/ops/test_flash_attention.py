@@ -361,7 +361,7 @@ def test_int8(t, causal):
         (dict(k=k, v=v, k_scale=None), "v_scale must be None if k is torch.bfloat16, got Tensor"),
         (dict(v_scale=v_scale[:1]), r"v_scale must be torch.float32 \[2, 2, 330\] on .*, one value per key, got .*"),
         (dict(q=q.float()), "k must have q's dtype and device, torch.float32"),
-        (dict(v=v), "k must have q's dtype and device, torch.bfloat16"),
+        (dict(v=v), "v must have k's dtype and q's device, torch.int8 .*, got torch.bfloat16"),
         (dict(backend="torch_flash"), "cannot run this call: it does not support k_scale and v_scale"),
     ):
         with kit.refuses(message):
