@@ -19,6 +19,7 @@ from ..ops.flash_attention import attention
 from ..ops.window import causal_limits
 from .base import Cache, check_step
 from .ragged import Ragged
+from .rounded import operands, query
 
 
 class AttendingCache(Cache, kind="queries"):
@@ -137,7 +138,7 @@ class AttendingCache(Cache, kind="queries"):
             view.window = w
             view.observed = self._scores_by_row(self._ragged, queries, self._since, None, options)
             return
-        visible = causal_limits(view.n, queries.shape[2], view.k.device)
+        visible = causal_limits(view.n, queries.shape[2], view.keys.device)
         view.window = w
         view.observed = self.policy.summed(queries, view, visible, None, prefix, options)
 
@@ -153,7 +154,7 @@ class AttendingCache(Cache, kind="queries"):
         known = None if lse is None else ragged.by_row(lse).contiguous()
 
         def observed(rows: slice, sinks: Tensor | None) -> Tensor:
-            view = View(ragged.k, ragged.v, lengths=held[rows], block_table=ragged.table[rows])
+            view = self._view_of(ragged.k, ragged.v, lengths=held[rows], block_table=ragged.table[rows])
             prefix = held[rows] - w if policy.protects_window else None
             own = None if known is None else known[rows]
             scores = policy.summed(queries[rows], view, visible[rows], own, prefix, {**options, "sink_logits": sinks})
@@ -198,19 +199,24 @@ class AttendingCache(Cache, kind="queries"):
         [(rows, group), *more] = policy.reductions
         if w <= MAX_WINDOW and policy.score == "softmax" and not more:
             reductions: dict[str, Any] = dict(reduce=rows, group_reduce=group, starts=pads)
-            out, _, scores = window_attention(q[:, :, t - w :], k, v, limits[t - w :], **reductions, **options)
+            narrow, rows_of_step = query(q, k), operands(k, v)
+            last_rows = narrow[:, :, t - w :]
+            out, _, scores = window_attention(
+                last_rows, **rows_of_step, visible=limits[t - w :], **reductions, **options
+            )
             if w < t:  # earlier rows need no scores, so any FlashAttention serves
                 starts = None if pads is None else pads.clamp(max=n - w)
-                rest = attention(q[:, :, : t - w], k[:, :, : n - w], v[:, :, : n - w], starts=starts, **options).out
+                before = {name: x[:, :, : n - w] for name, x in rows_of_step.items()}
+                rest = attention(narrow[:, :, : t - w], **before, starts=starts, **options).out
                 out = torch.cat((rest, out), 2)
-            return out, scores
+            return out.to(q.dtype), scores
         out, lse = self._attention(q, k, v, options)
         if policy.score == "dot":
             options = {**options, "sink_logits": None}
         last = slice(t - w, t)
         known = lse[:, :, last] if policy.score == "softmax" else None
         prefix = n - w if policy.protects_window else None
-        return out, policy.summed(q[:, :, last], View(k, v, pads), limits[last], known, prefix, options)
+        return out, policy.summed(q[:, :, last], self._view_of(k, v, starts=pads), limits[last], known, prefix, options)
 
 
 def _reduced(how: str, parts: Sequence[Tensor], heads: int) -> Tensor:
@@ -250,12 +256,12 @@ class LookaheadCache(AttendingCache, kind="draft"):
         if self._queries is None:
             raise RuntimeError("LAQ: draft() must follow the attention of a prompt, got a cache without one")
         policy = self.policy.draft_policy(self.seen, self.num_layers)
-        draft = Cache(policy, layer=self.layer, num_layers=self.num_layers)
+        draft = Cache(policy, layer=self.layer, num_layers=self.num_layers, storage=self.storage)
         draft.drafts = True
         self._k_and_v()
         assert self._memory is not None  # there are queries, so there are keys
         self._memory.shared = True
-        for name in ("_memory", "_length", "pads", "_padding", "seen", "_kept", "_evicted_at"):
+        for name in ("_memory", "_dtype", "_length", "pads", "_padding", "seen", "_kept", "_evicted_at"):
             setattr(draft, name, getattr(self, name))
         view = draft._stored(new=self.seen)
         indices = None
@@ -364,7 +370,7 @@ class RepeatingCache(AttendingCache, kind="repeat"):
         if self._first is not None and q.shape[2] == self._due:  # some models' last layers read the last row alone
             end = k_step.shape[2] - q.shape[2]
             hidden = None if self._inputs is None else self._inputs.hidden
-            every = View(k_step, v_step, self._step_pads, layer=self.layer, state=self.state)
+            every = self._view_of(k_step, v_step, starts=self._step_pads, layer=self.layer, state=self.state)
             before = self._passes if self._passed == end else None
             self._passes = self.policy.add_pass(before, q, every, self._first, end, options, hidden, self._gradients)
             self._passed = end

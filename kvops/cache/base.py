@@ -21,9 +21,11 @@ from ..ops.flash_attention import attention
 from ..ops.rope import Rope
 from .memory import Memory, size, span, storage_bytes
 from .ragged import Ragged
+from .rounded import RoundedView, channels, is_packed, numbers, operands, packed, query
 
-Storage = Literal["pre_rope", "post_rope"]
+Storage = Literal["pre_rope", "post_rope", "int8"]
 STORAGES: tuple[Storage, ...] = get_args(Storage)
+ROUNDED = torch.float32, torch.float16, torch.bfloat16  # what storage="int8" rounds
 
 
 class Eviction(NamedTuple):
@@ -71,6 +73,11 @@ class Cache:
         storage: How keys are stored with a rope. "pre_rope" stores them unrotated and rotates them at every read.
             "post_rope" stores them rotated at their slots and rotates them again when they move, which rounds them each
             time.
+            Without a rope, "int8" rounds K, as it comes, and V to int8 with a scale for each token and head
+            (`quantize_rows`): d + 16 bytes per row instead of 2 d. The first step scores and attends to its tokens
+            before they are rounded, a later one also its own tokens after it. `append` then returns rows that only
+            `attention` can read. A policy that scores keys or values themselves gets a copy of the layer in the dtype
+            of the tokens. Policies must keep K and V as they are: merge=False, and not LaCache or Attention Matching.
         attend_before_compress: If False, a step's attention reads only the kept tokens. For policies that use K and V
             alone.
 
@@ -146,6 +153,8 @@ class Cache:
                 f"Cache: head_mode='adaptive' needs attend_before_compress=True, because the kept slots of heads that "
                 f"differ in length are no rectangle, got False with {policy!r}"
             )
+        if storage == "int8":
+            check_int8("Cache", policy, rope)
         policy.check_cache(layer, num_layers)
         self.policy, self.layer, self.num_layers = policy, layer, num_layers
         self.rope, self.storage, self.attend_before_compress = rope, storage, attend_before_compress
@@ -159,6 +168,7 @@ class Cache:
         self.frozen = False
         self.state: dict[str, Any] = {}
         self._memory: Memory | None = None
+        self._dtype: torch.dtype | None = None  # of the tokens, if they are rounded
         self._ragged: Ragged | None = None  # in place of the memory, once heads differ in length
         self._reading: Ragged | None = None  # what the attention of the last step reads, in place of K and V
         self._unread = self._released = False  # whether it has yet to do so, and whether it has been freed
@@ -224,18 +234,30 @@ class Cache:
     @property
     def k(self) -> Tensor | None:
         """The stored keys, [b, Hk, len, d]; None while empty."""
-        return None if self._any_memory is None else self._k_and_v()[0]
+        return None if self._any_memory is None else self._numbers(self._k_and_v()[0])
 
     @property
     def v(self) -> Tensor | None:
         """The stored values, [b, Hk, len, dv]; None while empty."""
-        return None if self._any_memory is None else self._k_and_v()[1]
+        return None if self._any_memory is None else self._numbers(self._k_and_v()[1])
+
+    def _numbers(self, x: Tensor) -> Tensor:
+        return x if self._dtype is None else numbers(x, self._dtype)
+
+    def _held(self, x: Tensor) -> Tensor:
+        """Return rows as this cache stores them."""
+        return x if self._dtype is None else packed(x)
 
     @property
     def storage_tensors(self) -> tuple[Tensor, ...]:
         """The tensors in which the keys and values lie."""
         memories = [x for x in (self._any_memory, self._reading) if x is not None]
         return tuple(x for memory in memories for x in (memory.k, memory.v))
+
+    def settled_tensors(self) -> tuple[Tensor, ...]:
+        """Return `storage_tensors` once the slots that the last eviction kept have moved."""
+        self._settle(in_place=False)
+        return self.storage_tensors
 
     @property
     def nbytes(self) -> int:
@@ -306,7 +328,7 @@ class Cache:
                 )
         with self.undone_on_error():
             view = self._stored()
-            self._keep(slots.expand(*view.k.shape[:2], -1), view)
+            self._keep(slots.expand(view.rows, view.heads, -1), view)
 
     def set_pads(self, pads: Tensor) -> None:
         """Declare the left padding of the batch. Call it before the first `append`.
@@ -460,8 +482,9 @@ class Cache:
             raise RuntimeError(f"{self.name}: expected attention() or read() before release(), got one after it")
         if self._kept is not None and KEY_BIAS in self.policy.needs.per_slot:  # biases are 0 before an eviction
             options = {**options, "key_bias": self.state[KEY_BIAS]}
-        out, lse, _ = attention(q, k_step, v_step, starts=self._step_pads, **options)
-        return out, lse
+        rows = operands(k_step, v_step)
+        out, lse, _ = attention(query(q, k_step), **rows, starts=self._step_pads, **options)
+        return out.to(q.dtype), lse
 
     def release(self) -> None:
         """Free what only the attention of the last step reads, once all layers that share these keys have attended."""
@@ -490,18 +513,19 @@ class Cache:
     def _append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         self._reading, self._released = None, False
         if self._ragged is not None:
-            self._append_ragged(self._ragged, k, v)
+            self._append_ragged(self._ragged, self._held(k), self._held(v))
             return k, v
         t, first = k.shape[2], self._memory is None
         self._step_pads = pads = self._pads_with(t)
-        k_step, v_step = (k, v) if first else self._extend(k, v)
+        self._dtype = k.dtype if self.storage == "int8" else None
+        k_step, v_step = (k, v) if first else self._extend(self._held(k), self._held(v))
         evicted = self._store(k_step, v_step, pads, self.seen + t)
         if evicted and not self.attend_before_compress:
             self._step_pads = self.pads
             return self._k_and_v()
         if not evicted and first:  # do not hold on to the caller's memory
-            self._memory = Memory.of(k, v)
-            return self._k_and_v()
+            self._memory = Memory.of(self._held(k), self._held(v))
+            return self._k_and_v() if self._dtype is None else (k, v)
         return k_step, v_step
 
     def _append_ragged(self, ragged: Ragged, k: Tensor, v: Tensor) -> None:
@@ -661,10 +685,10 @@ class Cache:
 
     def _view(self, k: Tensor, v: Tensor, pads: Tensor | None, seen: int, new: int | None = None) -> View:
         """Return the policy's view. k, v: stored and new slots; pads: how many of a row's first slots are padding."""
-        return View(
+        return self._view_of(
             k,
             v,
-            pads,
+            starts=pads,
             fill_invalid=pads is not None and not self.policy.ragged,
             layer=self.layer,
             num_layers=self.num_layers,
@@ -676,6 +700,11 @@ class Cache:
             whole_prompt=self.policy.protect is not None,
             inputs=self._inputs,
         )
+
+    def _view_of(self, k: Tensor, v: Tensor, **options: Any) -> View:
+        if self._dtype is None or not is_packed(k):
+            return View(k, v, **options)
+        return RoundedView(k, v, dtype=self._dtype, **options)
 
     def _pads_with(self, t: int) -> Tensor | None:
         """Return `pads` after t more columns of the batch have been stored."""
@@ -703,7 +732,7 @@ class Cache:
         self.state = view.state
         self._eviction = Eviction(indices, view, left)
         if not self._moves_in_place(view):
-            self._memory = Memory(*self._moved(self._eviction))
+            self._memory = Memory(*map(self._held, self._moved(self._eviction)))
             self._eviction = None
 
     def _keep_ragged(self, indices: Tensor, view: View) -> None:
@@ -715,13 +744,13 @@ class Cache:
         kept = indices.gather(2, order).where(self._kept >= 0, -1)
         for name in self.policy.needs.per_slot:
             view.state[name] = view.state[name].gather(2, kept.clamp(min=0))
-        v = view.v
+        k, v = self._rows_of(view)
         if view.values is not None:  # of the slots in `indices`
             at = indices.where(valid, view.n).unsqueeze(-1).expand_as(view.values)
             v = pad(v, (0, 0, 0, 1)).scatter_(2, at, view.values.to(v.dtype))[:, :, : view.n]
         bias = view.state[KEY_BIAS] if KEY_BIAS in self.policy.needs.per_slot else None
         # A compressed prompt takes memory of its own size, as in `Memory`, until the next token comes.
-        self._ragged = Ragged.of(view.k, v, kept, spare=view.new == 1, bias=bias)
+        self._ragged = Ragged.of(self._held(k), self._held(v), kept, spare=view.new == 1, bias=bias)
         self._memory = self.pads = None
         self._length, self.seen, self._evicted_at = self._ragged.longest, view.seen, view.seen
         self.state = view.state
@@ -739,7 +768,13 @@ class Cache:
 
     def _moved(self, eviction: Eviction, out: Out = None) -> tuple[Tensor, Tensor]:
         """Move the kept slots to fresh memory, or within their own (`IN_PLACE`)."""
-        return self.policy.move(eviction.view, eviction.indices, out)
+        if self._dtype is None:
+            return self.policy.move(eviction.view, eviction.indices, out)
+        return Policy.move(self.policy, View(*self._rows_of(eviction.view)), eviction.indices, out)
+
+    def _rows_of(self, view: View) -> tuple[Tensor, Tensor]:
+        """Return K and V of a view as they are stored."""
+        return view.packed if isinstance(view, RoundedView) else (view.k, view.v)
 
     def undone_on_error(self) -> _Undone:
         """Return a context manager that restores the cache if its block raises."""
@@ -858,19 +893,37 @@ class Cache:
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
                     f"{k.device}, got {list(x.shape[:3])} {x.dtype} {x.device}"
                 )
+            if self.storage == "int8" and (x.shape[3] % 16 or not x.shape[3] or x.dtype not in ROUNDED):
+                raise ValueError(
+                    f"{who}: with storage='int8' {name} must be {', '.join(map(str, ROUNDED))} with a head_dim that is "
+                    f"a multiple of 16, got {x.dtype} {list(x.shape)}"
+                )
             if memory is None or stored is None:
                 continue
-            want, got = (*memory.shape, stored.shape[3]), (*x.shape[:2], x.shape[3])
-            if want != got or stored.dtype != x.dtype or stored.device != x.device:
+            want, got = (*memory.shape, channels(stored)), (*x.shape[:2], x.shape[3])
+            dtype = self._dtype or stored.dtype
+            if want != got or dtype != x.dtype or stored.device != x.device:
                 raise ValueError(
                     f"{who}: {name} must match the cached tokens in (b, Hk, d), dtype and device, expected {want} "
-                    f"{stored.dtype} {stored.device}, got {got} {x.dtype} {x.device}"
+                    f"{dtype} {stored.device}, got {got} {x.dtype} {x.device}"
                 )
         if self._padding is not None and len(self._padding) != k.shape[0]:
             raise ValueError(
                 f"{who}: k must have as many rows as set_pads had entries, expected {len(self._padding)}, got "
                 f"{k.shape[0]}"
             )
+
+
+def check_int8(who: str, policy: Policy, rope: Rope | None) -> None:
+    """Check that a policy can run on rounded rows, which no move may change."""
+    moves = type(policy).move is not Policy.move
+    if moves or policy.merge or KEY_BIAS in policy.needs.per_slot:
+        raise ValueError(
+            f"{who}: storage='int8' expected a policy that keeps K and V as they are, got {policy!r}, which "
+            f"{'averages values' if policy.merge else 'changes the rows that it keeps'}"
+        )
+    if rope is not None:
+        raise ValueError(f"{who}: storage='int8' is for caches without rope=, expected None, got a kvops.Rope")
 
 
 def check_tokens(who: str, k: Tensor) -> None:
@@ -902,7 +955,7 @@ def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
     inference_only(who, q=q)
     if not due:
         raise RuntimeError(f"{who}: expected one attention() after each append(), got one without an append()")
-    b, heads, _, d = k.shape
+    (b, heads, _, _), d = k.shape, channels(k)
     if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != due or q.shape[3] != d:
         raise ValueError(
             f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ops.api import MAX_WINDOW, window_attention
 from .memory import is_writable, spare_slots
+from .rounded import operands, query
 
 PAGE = 16  # slots per page: a row wastes less than these
 
@@ -145,7 +146,7 @@ class Ragged:
 
         def copied(pool: Tensor) -> Tensor:
             rows = _slots(pool)[at]
-            value: Any = empty if rows.is_floating_point() else 0x7F * (empty != 0)  # NaN, in both kinds of fp8
+            value: Any = empty if rows.is_floating_point() else 0xFF * (empty != 0)  # NaN, in fp8 and packed rows
             return rows.masked_fill_(gap, value).view(pool.dtype).view(*self.shape, *rows.shape[1:])
 
         return copied(self.k), copied(self.v)
@@ -158,15 +159,15 @@ class Ragged:
         q: [b, Hq, t, d]. options: scale and softcap. Returns out [b, Hq, t, dv], and the log-sum-exp without the sink,
         fp32 [b, Hq, t].
         """
-        t, rows = q.shape[2], self.by_row(q)
+        t, rows, keys = q.shape[2], self.by_row(query(q, self.k)), operands(self.k, self.v)
         parts, options = [], {**options, "block_table": self.table, "key_bias": self.bias}
         for begin in range(0, t, MAX_WINDOW):
             end = min(t, begin + MAX_WINDOW)
             visible = self.visible(since - t + end, end - begin)
-            part = window_attention(rows[:, :, begin:end], self.k, self.v, visible, scores=False, **options)
+            part = window_attention(rows[:, :, begin:end], **keys, visible=visible, scores=False, **options)
             parts.append(part[:2])
         out, lse = parts[0] if len(parts) == 1 else (torch.cat(x, 2) for x in zip(*parts))
-        out, lse = out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
+        out, lse = out.to(q.dtype).view(*q.shape[:3], -1), lse.view(q.shape[:3])
         if sink_logits is not None:  # rows differ in their heads' sinks, and the operator has the same for all rows
             out = (out * torch.sigmoid(lse - sink_logits[:, None]).unsqueeze(-1)).to(q.dtype)
         return out, lse

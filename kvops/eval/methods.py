@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from ..cache.base import Storage
 from ..methods import Policy
 from ..methods.registry import Entry, find
 from ..methods.table import METHODS as METHODS
@@ -75,7 +76,7 @@ class Rule:
     Attributes:
         label: the name in tables, such as "KeyDiff" or "LagKV lag=128". It has the options.
         entry: its entry in the table of methods.
-        options: the policy's settings, by name.
+        options: the policy's settings, by name, and "storage" if the caches round what they store.
     """
 
     label: str
@@ -87,6 +88,11 @@ class Rule:
         """Whether budgets apply: not if the settings fix what is kept, as in Full, or LagKV's lag and ratio."""
         given = {**self.entry.defaults, **self.options}
         return not all(x in given for x in self.entry.policy.budget_settings)
+
+    @property
+    def storage(self) -> Storage:
+        """How caches store keys and values; see `kvops.Cache`."""
+        return self.options.get("storage", "pre_rope")
 
     @property
     def source(self) -> Path | None:
@@ -122,7 +128,7 @@ class Rule:
         Raises:
             Unreachable: no settings of the method meet the budget.
         """
-        options = {**self.entry.defaults, **self.options}
+        options = {name: x for name, x in {**self.entry.defaults, **self.options}.items() if name != "storage"}
         try:
             settings = {}
             if budget is not None:
@@ -141,7 +147,8 @@ def rule(spec: str) -> Rule:
     """Return the method that a command-line argument names.
 
     Args:
-        spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class". Options are the policy's settings.
+        spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class". Options are the policy's settings,
+            and storage=int8, with which the caches round keys and values to int8.
             The case of the names in `METHODS` does not matter.
 
     Raises:
@@ -151,6 +158,10 @@ def rule(spec: str) -> Rule:
     check_label(repr(spec), entry)
     known = options_of(entry.policy)
     for key, value in options.items():
+        if key == "storage":
+            if value != "int8":
+                raise ValueError(f"method {spec!r}: storage must be int8, got {value!r}")
+            continue
         if key not in known:
             raise ValueError(
                 f"method {spec!r}: {entry.label} has no option {key!r}, expected some of {', '.join(known)}"

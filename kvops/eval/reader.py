@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cache import AttendingCache, Cache, SlotCache
+from ..cache.base import Storage
 from ..methods import LagKV, Needs, Policy, View
 from ..methods.queries import RecordQueries
 from ..methods.recall_metric import prompt_scores
@@ -153,11 +154,11 @@ class Reader:
         except ValueError as error:
             raise Unreachable(str(error)) from error
 
-    def _cache(self, policy: Policy) -> hf.KVCache:
+    def _cache(self, policy: Policy, storage: Storage = "pre_rope") -> hf.KVCache:
         from .. import hf
 
         try:
-            return hf.KVCache(self.inner.config, policy)
+            return hf.KVCache(self.inner.config, policy, storage=storage)
         except ValueError as error:
             raise Unreachable(str(error)) from error
 
@@ -189,7 +190,7 @@ class Reader:
         """
         n = prompts.shape[1]
         policy = self._policy(rule, budget, n, chunk is not None)
-        cache = self._cache(policy)
+        cache = self._cache(policy, rule.storage)
         if self.share and chunk is None and not policy.needs.stage:
             return Prefill(cache, self._cut(cache, prompts), 0.0, *CacheSize.by(cache))
         begin = self.clock()
@@ -324,4 +325,4 @@ class Reader:
         """
         policy = self._policy(rule, budget, ids.shape[1], True)
         with self._passing_inputs(policy):
-            return stream(self.model, self._cache(policy), self.tokens(ids), window)
+            return stream(self.model, self._cache(policy, rule.storage), self.tokens(ids), window)

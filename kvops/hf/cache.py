@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
+from ..cache.rounded import channels
 from ..methods import LAQ, Policy, QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.repeating import RepeatPolicy
@@ -192,7 +193,8 @@ class KVCache(DynamicCache):
             string for `kvops.policy`: "keydiff:budget=1024". Each evicting layer gets its own `kvops.Cache` with it.
         rope: The rotary embedding, for policies that place tokens at the positions of their slots and for those with
             statistics="prompt"; see `kvops.Cache`. None: the model's own (`model_rope`).
-        storage: How keys are stored with a rope, "pre_rope" or "post_rope"; see `kvops.Cache`.
+        storage: How keys are stored with a rope, "pre_rope" or "post_rope", or "int8" to round keys and values to int8,
+            with the library's attention; see `kvops.Cache`.
         attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded. `generate` needs
             neither this nor `pads`, because it shows its mask. Nor does a forward, `model(...)`, with the library's
             attention, unless it reads a prompt in chunks whose first one is all padding in some row. If given, they
@@ -240,6 +242,11 @@ class KVCache(DynamicCache):
             policy.check_words()  # before the model reads the prompt
         conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
+        if storage == "int8" and not own:
+            raise ValueError(
+                "KVCache: storage='int8' is read by the library's attention, which this model does not use, expected "
+                "kvops.hf.use_attention(model) before making the cache"
+            )
         if own:
             check_attention("KVCache", config)
         else:
@@ -446,7 +453,7 @@ class KVCache(DynamicCache):
             if isinstance(layer, EvictingLayer):
                 lengths, (k, v) = layer.cache.lengths, tensors[:2]
                 assert lengths is not None  # there are tensors
-                per_token = lengths.numel() * (k.shape[-1] + v.shape[-1]) * k.element_size()
+                per_token = lengths.numel() * (channels(k) + channels(v)) * layer.dtype.itemsize
                 out.append(LayerStats(i, True, seen, int(lengths.double().mean().ceil()), seen * per_token, held))
             else:
                 kept = tensors[0].shape[-2]
@@ -457,8 +464,8 @@ class KVCache(DynamicCache):
 
 def tensors_of(layer: Any) -> tuple[Tensor, ...]:
     """Return the tensors in which a layer's keys and values lie; none for an empty layer, or one without."""
-    if isinstance(layer, EvictingLayer) and layer.cache.ragged:
-        return layer.cache.storage_tensors
+    if isinstance(layer, EvictingLayer):
+        return layer.cache.settled_tensors()
     tensors = getattr(layer, "keys", None), getattr(layer, "values", None)
     return tuple(x for x in tensors if x is not None)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateOutput
 
+from ..cache.base import Storage
 from ..cache.memory import size, span
 from ..methods import Policy
 from .arguments import CACHE, by_name, given_cache
@@ -39,11 +40,12 @@ class Compression:
 
     Attributes:
         policy: The policy of the caches.
+        storage: How they store keys and values; see `KVCache`.
     """
 
-    def __init__(self, model: PreTrainedModel, policy: Policy):
+    def __init__(self, model: PreTrainedModel, policy: Policy, storage: Storage = "pre_rope"):
         install()  # before a block replaces the model's methods
-        self.policy = policy
+        self.policy, self.storage = policy, storage
         self._model = model
         self._open = False
         self._outer: Compression | None = None  # the block around it, always an open one while this one is open
@@ -65,7 +67,7 @@ class Compression:
         """
         with ExitStack() as undo:
             undo.enter_context(own_attention(self._model))
-            KVCache(self._model.config, self.policy)  # raises now for what it does not support
+            KVCache(self._model.config, self.policy, storage=self.storage)  # raises now for what it does not support
             undo.enter_context(passing_inputs(self._model, self.policy))
             _enter(self)
             self._undo = undo.pop_all()
@@ -120,14 +122,14 @@ class Compression:
 
     def _new_cache(self) -> KVCache:
         self._here.cache = self._last = None  # frees the last call's memory for this one
-        return self._record(KVCache(self._model.config, self.policy))
+        return self._record(KVCache(self._model.config, self.policy, storage=self.storage))
 
     def _record(self, cache: KVCache) -> KVCache:
         self._here.cache = self._last = cache
         return cache
 
 
-def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
+def compress(model: torch.nn.Module, policy: Policy | str, *, storage: Storage = "pre_rope") -> Compression:
     """Give every call of a model in the block a cache that evicts.
 
     ```python
@@ -179,6 +181,7 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
         policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
             "snapkv:budget=1024". A `kvops.RepeatPolicy` must have its words (`repeat_prompts`), because a block knows
             no tokenizer.
+        storage: How the caches store keys and values, "int8" to round them; see `KVCache`.
 
     Returns:
         A `Compression` for `with`, or for `enable()` and `disable()`. It has the last call's `cache` and its `stats()`,
@@ -192,7 +195,7 @@ def compress(model: torch.nn.Module, policy: Policy | str) -> Compression:
         RuntimeError: On entering, if it has been entered already. In a call, if the block that it belongs to is
             ambiguous.
     """
-    return Compression(*_checked("compress", model, policy))
+    return Compression(*_checked("compress", model, policy), storage)
 
 
 def generate(
@@ -203,6 +206,7 @@ def generate(
     inputs_embeds: Tensor | None = None,
     attention_mask: Tensor | None = None,
     logits_processor: Sequence[LogitsProcessor] = (),
+    storage: Storage = "pre_rope",
     **kwargs: Any,
 ) -> GenerateOutput | Tensor:
     """Call `model.generate` once with a `KVCache` and the library's attention, without a block.
@@ -231,6 +235,7 @@ def generate(
         inputs_embeds: [b, n, hidden], the prompts' embeddings, in place of input_ids.
         attention_mask: int64 [b, n], 0 for padding; None: no padding.
         logits_processor: Logits processors of transformers.
+        storage: As in `compress`.
         kwargs: Further arguments of `model.generate`, except past_key_values. With `tokenizer`, which `model.generate`
             takes too, a `kvops.RepeatPolicy` gets its words if it has none.
 
@@ -262,7 +267,7 @@ def generate(
         **kwargs,
     }
     inner, policy = _checked("generate", model, policy, kwargs.get("tokenizer"))
-    return _generate(Compression(inner, policy), cast(Any, model).generate, call)
+    return _generate(Compression(inner, policy, storage), cast(Any, model).generate, call)
 
 
 def _checked(

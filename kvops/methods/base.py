@@ -702,7 +702,7 @@ class BudgetPolicy(Policy):
         elif self.head_mode == "adaptive":
             scores = view.without_gaps(scores)
             budget = self._shares(scores, view, budget, options.get("recent", 0))
-        return select_budget(self.name, scores, view.k.shape[1], budget, sinks=self.sinks, **view.spans, **options)
+        return select_budget(self.name, scores, view.heads, budget, sinks=self.sinks, **view.spans, **options)
 
     def _shares(self, scores: Tensor, view: View, budget: Budget, recent: int | float, **options: Any) -> Tensor:
         """The budget of each head, by the scores of the tokens that are not protected: int32 [b, Hk].

@@ -43,7 +43,7 @@ class StreamingLLM(BudgetPolicy):
         return int(isinstance(self.budget, float))
 
     def scores(self, view: View) -> Tensor:
-        newer = torch.arange(-view.n, 0, dtype=torch.float32, device=view.k.device)  # exact for the last 2^24 slots
+        newer = torch.arange(-view.n, 0, dtype=torch.float32, device=view.keys.device)  # exact for the last 2^24 slots
         return newer.expand(view.rows, 1, view.n)
 
 

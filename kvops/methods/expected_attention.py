@@ -89,7 +89,8 @@ class ExpectedAttention(CalibratedPolicy):
     def logits(self, view: View) -> Tensor:
         """The logarithm of each key's expected weight, before the softmax: fp32 [b, Hq, n]."""
         of = self.of_layer(view)
-        by = mean_rotation(of.rope, view.next_position(), range(self.future), view.k.device)  # [pairs] or [b, 1, pairs]
+        # [pairs] or [b, 1, pairs]
+        by = mean_rotation(of.rope, view.next_position(), range(self.future), view.keys.device)
         mean = turned(of.mean.double(), by, of.rope).float().contiguous()
         cov = None
         if self.covariance:

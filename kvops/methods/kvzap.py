@@ -123,7 +123,7 @@ class KVzap(KeyPolicy):
         if view.layer is None and len(gates.layers) > 1:
             raise TypeError(f"{self.name}: layer must name one of {gates!r}, got None; pass it to compress")
         try:
-            scores = gates.scores(hidden, layer).to(view.k.device)
+            scores = gates.scores(hidden, layer).to(view.keys.device)
         except ValueError as error:
             raise ValueError(f"{self.name}: layer {layer}: {error}") from error
         if scores.shape[1] != view.heads:

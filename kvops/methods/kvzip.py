@@ -214,7 +214,7 @@ class KVzip(RepeatPolicy):
             )
         weights = row_weights(self, len(q), q.shape[2], **given)
         of_passes = [None] * len(rows) if weights is None else weights.split(rows, 1)
-        total = torch.zeros(view.k.shape[:3], dtype=torch.float32, device=view.k.device)
+        total = torch.zeros(view.keys.shape[:3], dtype=torch.float32, device=view.keys.device)
         for i, (queries, keys, own) in enumerate(zip(q.split(rows, 2), k.split(rows, 2), of_passes)):
             every = replace(view, k=torch.cat((view.k, keys), 2))
             total = torch.maximum(total, self.score_pass(queries, every, i * self.chunk, view.end, logits, own))
@@ -244,7 +244,7 @@ class KVzip(RepeatPolicy):
         if weights is not None:
             scores = _by_output(self, scores, _gather(view.v, at.where(inside, 0)), view.layer)
         at = at.where(inside, n)[:, None].expand_as(scores)
-        return scores.new_zeros(*view.k.shape[:2], n + 1).scatter_(2, at, scores)[..., :n]
+        return scores.new_zeros(view.rows, view.heads, n + 1).scatter_(2, at, scores)[..., :n]
 
 
 def _by_output(policy: KVzip, scores: Tensor, v: Tensor, layer: int | None) -> Tensor:
@@ -300,7 +300,7 @@ def _pass_slots(
         The slots, int64 [b, held + most + t]; which of them belong to sinks or chunk; and how many each row sees, int32
         [b, t].
     """
-    device = view.k.device
+    device = view.keys.device
     begin, count = tokens_of_chunk(view, first, end, most)
     slot = torch.arange(held + most + t, device=device)
     own = slot - held - count

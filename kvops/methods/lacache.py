@@ -130,7 +130,7 @@ class LaCache(Policy):
     def select(self, view: View) -> Tensor:
         layer, num_layers = view.layer_and_count(self.name)
         view.state["plan"] = plan = lacache_plan(view.n, **self.plan_settings(num_layers, view.n))
-        return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
+        return plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
 
     def evict(self, view: View) -> Tensor | None:
         layer, num_layers = view.layer_and_count(self.name)
@@ -141,7 +141,7 @@ class LaCache(Policy):
         if not plan.passes:
             return None
         view.state.update(ladder=plan.state, plan=plan)
-        return plan.indices(layer, view.k.device).expand(*view.k.shape[:2], -1)
+        return plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
 
     def _evict_rows(self, view: View, layer: int, num_layers: int) -> Tensor | None:
         """Evicts each row of a padded batch by its own plan, which needs only values on the host."""
@@ -160,9 +160,9 @@ class LaCache(Policy):
         if not any(plan.passes for plan in plans):
             return None
         width = max(map(len, plans))
-        indices = torch.full((len(plans), width), -1, device=view.k.device)
+        indices = torch.full((len(plans), width), -1, device=view.keys.device)
         for row, plan in enumerate(plans):
-            indices[row, width - len(plan) :] = plan.indices(layer, view.k.device) + (view.n - plan.n)
+            indices[row, width - len(plan) :] = plan.indices(layer, view.keys.device) + (view.n - plan.n)
         ends = [(row[0], len(plan), view.seen, plan.state.cap, plan.state.cursor) for row, plan in zip(rows, plans)]
         view.state["rows"] = torch.tensor(ends, device="cpu")
         return indices[:, None].expand(-1, view.heads, -1)

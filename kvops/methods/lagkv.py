@@ -167,7 +167,7 @@ class LagKV(Policy):
             kept, static[row] = self._row(View(view.k[tokens], view.v[tokens]), static[row])
             evicts |= kept is not None
             if kept is None:
-                rows.append(torch.arange(pad, view.n, device=view.k.device).expand(view.heads, -1))
+                rows.append(torch.arange(pad, view.n, device=view.keys.device).expand(view.heads, -1))
             else:
                 rows.append(kept[0] + pad)
         if not evicts:

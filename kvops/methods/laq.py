@@ -212,7 +212,7 @@ class LAQ(WindowPolicy):
         """Sets `view.observed` to the scores of the `window` local queries and the lookahead queries."""
         view.window = w = self.window
         visible = lookahead_limits(
-            self.name, view.end, w, ahead.shape[2], self.compat_mask, lengths, view.rows, view.k.device
+            self.name, view.end, w, ahead.shape[2], self.compat_mask, lengths, view.rows, view.keys.device
         )
         q = ahead if local is None else torch.cat((local, ahead), 2)
         check_lse(self.name, lse, q)

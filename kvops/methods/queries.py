@@ -172,7 +172,7 @@ class QueryPolicy(BudgetPolicy):
                 f"{self.name}: {self.argument} must have at most window rows, expected at most {self.window}, got {w}"
             )
         self.check_holds(budget_tokens(self.budget, view.n), w)
-        limits = causal_limits(view.end, w, view.k.device)
+        limits = causal_limits(view.end, w, view.keys.device)
         view.observed = self.summed(q, view, limits, lse, view.end - w, logits)
 
     def summed(
@@ -194,8 +194,11 @@ class QueryPolicy(BudgetPolicy):
             raise ValueError(
                 f"{self.name}: with score='drop' the operator computes the softmax, expected no lse, got one"
             )
+        k, of_keys = (view.k, {}) if self.score == "drop" else view.scored_keys
+        options |= of_keys
+        q = q.to(torch.bfloat16) if k.dtype == torch.int8 else q
         parts = [
-            summed_scores(q, view.k, visible, lse, prefix, reduce=rows, group_reduce=group, **options)
+            summed_scores(q, k, visible, lse, prefix, reduce=rows, group_reduce=group, **options)
             for rows, group in self.reductions
         ]
         scores = [x for x in parts if x is not None]

@@ -142,7 +142,7 @@ class RepeatPolicy(QueryPolicy):
         none = first.k.new_empty(*scores.shape, 0)
         shares = self._shares(scores, replace(first, k=none, v=none), self.room(first), 0, floor=0.0)
         heads = [x.heads for x in views]
-        budgets = [x.to(view.k.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
+        budgets = [x.to(view.keys.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
         return [replace(self, budget=x, head_mode="per_head", scope="layer") for x in budgets]
 
     @classmethod
@@ -162,7 +162,7 @@ def tokens_of_chunk(view: View, first: int, end: Tensor | int, most: int) -> tup
 
     first, end: as in `RepeatPolicy.add_pass`.
     """
-    device = view.k.device
+    device = view.keys.device
     begin = torch.zeros(view.rows, dtype=torch.int64, device=device) if view.starts is None else view.starts.long()
     return begin, (torch.as_tensor(end, device=device) - begin - first).clamp(0, most)[:, None]
 

@@ -122,5 +122,5 @@ def select_budget(
 
 def all_slots(view: View) -> Tensor:
     """The indices that keep every valid slot: int64 [b, Hk, n]."""
-    scores = torch.zeros(view.rows, 1, view.n, dtype=torch.float32, device=view.k.device)
+    scores = torch.zeros(view.rows, 1, view.n, dtype=torch.float32, device=view.keys.device)
     return select_topk(scores, k=max(view.n, 1), **view.spans).expand(-1, view.heads, -1)

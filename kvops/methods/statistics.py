@@ -348,7 +348,7 @@ class CalibratedPolicy(KeyPolicy):
                     "kvops.QueryStatistics, such as kvops.QueryStatistics.of(q, rope), or the path of its file"
                 )
             return view.statistics
-        return resolved(self.name, self.statistics).layer(self.name, view.layer, view.num_layers, view.k.device)
+        return resolved(self.name, self.statistics).layer(self.name, view.layer, view.num_layers, view.keys.device)
 
 
 def resolved(who: str, statistics: QueryStatistics | str | Path | None) -> QueryStatistics:

@@ -109,23 +109,33 @@ class View:
 
     def __post_init__(self) -> None:
         if self.seen < 0:
-            self.seen = self.new = self.k.shape[2] if self.block_table is None else self.n
+            self.seen = self.new = self.n
             self.padding = self.starts
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys as they are stored, for their shape [b, Hk, n, any] and device; a cache may have rounded them."""
+        return self.k
+
+    @property
+    def scored_keys(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The keys as `window_scores` reads them without a copy, and its further arguments for them."""
+        return self.k, {}
 
     @property
     def n(self) -> int:
         """The number of slots."""
-        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+        return self.keys.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch, or of requests."""
-        return len(self.k if self.block_table is None else self.block_table)
+        return len(self.keys if self.block_table is None else self.block_table)
 
     @property
     def heads(self) -> int:
         """The number of KV heads."""
-        return self.k.shape[1]
+        return self.keys.shape[1]
 
     @property
     def end(self) -> Tensor | int:
@@ -153,7 +163,7 @@ class View:
 
     def first(self, count: int) -> Tensor:
         """Which slots are the first `count` of their row: bool [n], or [b, 1, n]."""
-        slots, starts = torch.arange(self.n, device=self.k.device), self.spans["starts"]
+        slots, starts = torch.arange(self.n, device=self.keys.device), self.spans["starts"]
         begin = 0 if starts is None else starts[:, None, None]
         return (slots >= begin) & (slots < begin + count)
 
@@ -162,7 +172,7 @@ class View:
         starts, lengths = self.spans["starts"], self.lengths
         if not count:
             return starts, lengths
-        begin = torch.zeros(self.rows, dtype=torch.int32, device=self.k.device) if starts is None else starts
+        begin = torch.zeros(self.rows, dtype=torch.int32, device=self.keys.device) if starts is None else starts
         valid = self.n - begin if lengths is None else lengths
         return begin + valid.clamp(max=count), (valid - count).clamp(min=0)
 
@@ -238,7 +248,8 @@ class View:
     def positions(self) -> Tensor:
         """The logical position of each slot, padding included: int64 [b, Hk, n]."""
         kept = 0 if self.kept is None else self.kept.shape[2]
-        new = torch.arange(self.seen - self.n + kept, self.seen, device=self.k.device).expand(self.rows, self.heads, -1)
+        first, device = self.seen - self.n + kept, self.keys.device
+        new = torch.arange(first, self.seen, device=device).expand(self.rows, self.heads, -1)
         return new if self.kept is None else torch.cat((self.kept, new), 2)
 
     def row_positions(self) -> Tensor:

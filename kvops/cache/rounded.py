@@ -1,0 +1,101 @@
+"""Rows of K and V rounded to int8, each with its scale beside it: storage="int8".
+
+A row of d channels takes d + 16 bytes: the integers, the scale in fp32, and 12 bytes of zeros, because operators move
+rows of whole 16-byte pieces. So whatever moves a row moves its scale, and a cache needs nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..methods.view import View
+from ..ops.int8 import dequantize_rows, quantize_rows
+
+SCALE = 16  # bytes of a row that hold its scale
+
+
+def packed(x: Tensor) -> Tensor:
+    """Round rows, [..., d], to int8 [..., d + 16]. Rows that are packed already stay as they are."""
+    if is_packed(x):
+        return x
+    rows, scales = quantize_rows(x)
+    out = rows.new_zeros(*x.shape[:-1], x.shape[-1] + SCALE)
+    out[..., : x.shape[-1]] = rows
+    out.view(torch.float32)[..., x.shape[-1] // 4] = scales
+    return out
+
+
+def is_packed(x: Tensor) -> bool:
+    """Whether these are packed rows; a cache stores no other int8."""
+    return x.dtype == torch.int8
+
+
+def channels(x: Tensor) -> int:
+    """The channels of rows, packed or not."""
+    return x.shape[-1] - SCALE * is_packed(x)
+
+
+def split(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the integers, [..., d], and the scales, fp32 [...], of packed rows."""
+    return x[..., :-SCALE], x.view(torch.float32)[..., -SCALE // 4]
+
+
+def numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that packed rows stand for, rounded to `dtype`; other rows as they are."""
+    return dequantize_rows(*split(x), dtype) if is_packed(x) else x
+
+
+def operands(k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Return K and V as the arguments of `attention` and `window_attention`."""
+    if not is_packed(k):
+        return {"k": k, "v": v}
+    return dict(zip(("k", "k_scale", "v", "v_scale"), (*split(k), *split(v))))
+
+
+def query(q: Tensor, k: Tensor) -> Tensor:
+    """Return queries as the operators take them with such keys: in bf16, if the keys are packed."""
+    return q.bfloat16() if is_packed(k) else q
+
+
+class RoundedView(View):
+    """A view of packed rows. What reads `k` or `v` gets a copy of the numbers, made once, when it is read."""
+
+    def __init__(self, k: Tensor, v: Tensor, *args: Any, dtype: torch.dtype, **options: Any):
+        self.packed = k, v
+        self.dtype = dtype
+        self._numbers: list[Tensor | None] = [None, None]
+        super().__init__(k, v, *args, **options)
+
+    def _number(self, i: int) -> Tensor:
+        found = self._numbers[i]
+        if found is None:
+            found = self._numbers[i] = numbers(self.packed[i], self.dtype)
+        return found
+
+    @property
+    def k(self) -> Tensor:
+        return self._number(0)
+
+    @k.setter
+    def k(self, x: Tensor) -> None:
+        self._numbers[0] = None if x is self.packed[0] else x
+
+    @property
+    def v(self) -> Tensor:
+        return self._number(1)
+
+    @v.setter
+    def v(self, x: Tensor) -> None:
+        self._numbers[1] = None if x is self.packed[1] else x
+
+    @property
+    def keys(self) -> Tensor:
+        return self.packed[0]
+
+    @property
+    def scored_keys(self) -> tuple[Tensor, dict[str, Tensor]]:
+        rows, scales = split(self.packed[0])
+        return rows, {"k_scale": scales}

@@ -1,0 +1,156 @@
+"""Caches of int8 rows: `kvops.Cache(storage="int8")`."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kit
+import kvops
+from test_policies import POLICIES
+
+pytestmark = kit.every_device
+
+N, STEPS, D, DV = 60, 12, 16, 48
+#: For these head dims.
+POLICIES = {
+    name: replace(x, w_o=torch.ones(24, 4 * DV).cumsum(0)) if getattr(x, "w_o", None) is not None else x
+    for name, x in POLICIES.items()
+}
+#: Those that change the rows that they keep.
+REFUSED = {name for name, x in POLICIES.items() if isinstance(x, (kvops.LaCache, kvops.AttentionMatching)) or x.merge}
+ADAPTIVE = {
+    "keydiff-adaptive": kvops.KeyDiff(20, head_mode="adaptive", recent=2, buffer=4),
+    "snapkv-adaptive": kvops.SnapKV(20, window=4, head_mode="adaptive"),
+}
+#: Without those whose stages only a model runs (test_hf_int8.py), and those that need a rope.
+STREAMING = {
+    name: x for name, x in POLICIES.items() if name not in REFUSED and not x.needs.stage and not x.needs.statistics
+} | ADAPTIVE
+
+
+def tokens(dtype=torch.bfloat16, b=2, n=N + STEPS):
+    """Queries, keys and values of a whole sequence, the keys of very different sizes."""
+    k, v = kit.kv(b, 2, n, D, dtype, dv=DV)
+    k = k * torch.exp(kit.randn(b, 2, n, 1, seed=5)).to(dtype)
+    return kit.randn(b, 4, n, D, seed=1).to(dtype), k, v
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return kvops.dequantize_rows(*kvops.quantize_rows(x), dtype or x.dtype)
+
+
+def inputs(policy, q, part):
+    """What a layer is called with, for policies that read it."""
+    if not policy.needs.inputs:
+        return {}
+    ids = torch.zeros(q[:, 0, part, 0].shape, dtype=torch.int64)
+    return {"inputs": kvops.LayerInputs(q[:, 0, part].float(), ids)}
+
+
+def made(policy, **options):
+    return kvops.Cache(policy, layer=1, num_layers=4, **options)
+
+
+def attended(q, k, v, first):
+    """The exact attention of q's rows, of which row i sees the first `first` + i keys."""
+    q, k, v = (x.double() for x in (q, k, v))
+    logits = q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT / D**0.5
+    hidden = torch.arange(k.shape[2]) >= first + torch.arange(q.shape[2])[:, None]
+    return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
+def test_what_is_stored(policy, dtype):
+    """Prompt, second turn, decode: the kept rows are those of the sequence, rounded once, and less memory holds them;
+    each step attends to the rows that were there before it."""
+    q, k, v = tokens(dtype)
+    cache = made(policy, storage="int8")
+    whole, turn = slice(0, N), slice(N, N + 6)
+    out = cache.attend(q[:, :, whole], k[:, :, whole], v[:, :, whole], **inputs(policy, q, whole))
+    torch.testing.assert_close(out.double(), attended(*(x[:, :, whole] for x in (q, k, v)), 1), rtol=2e-2, atol=2e-2)
+    back = rounded(k), rounded(v)
+    exact = rounded(k, torch.float64), rounded(v, torch.float64)
+    for part in (turn, *(slice(i, i + 1) for i in range(N + 6, N + STEPS))):
+        held = cache.positions
+        if not cache.ragged:
+            before = [x.gather(2, held.unsqueeze(-1).expand(-1, -1, -1, x.shape[3])) for x in exact]
+            mine = [torch.cat((x, y[:, :, part]), 2) for x, y in zip(before, exact)]
+            want = attended(q[:, :, part].bfloat16(), *mine, before[0].shape[2] + 1)
+        out = cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], **inputs(policy, q, part))
+        if not cache.ragged and cache.attend_before_compress:
+            torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
+        positions = cache.positions
+        for found, x in ((cache.k, back[0]), (cache.v, back[1])):
+            assert found.dtype == dtype
+            at = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, x.shape[3])
+            expected = x.gather(2, at).masked_fill((positions < 0).unsqueeze(-1), 0)
+            order = positions.masked_fill(positions < 0, 1 << 40)
+            assert (order[..., 1:] >= order[..., :-1]).all()
+            assert torch.equal(found, expected)
+    rows = cache.storage_tensors
+    assert all(x.dtype == torch.int8 for x in rows) and rows[0].shape[-1] == D + 16 and rows[1].shape[-1] == DV + 16
+
+
+@pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
+def test_it_keeps_what_a_cache_keeps(policy):
+    """The prompt is scored before it is rounded, unless it is scored by its queries, which see it afterwards."""
+    q, k, v = tokens()
+    caches = [made(policy, storage=x) for x in ("int8", "pre_rope")]
+    whole = slice(0, N)
+    for cache in caches:
+        cache.attend(*(x[:, :, whole] for x in (q, k, v)), **inputs(policy, q, whole))
+    mine, other = (x.positions for x in caches)
+    assert mine.shape == other.shape and caches[0].nbytes < 0.8 * caches[1].nbytes
+    assert (mine.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean() > 0.95
+
+
+@pytest.mark.parametrize(
+    "policy", [kvops.SnapKV(20, window=4), kvops.KeyDiff(20, buffer=4), ADAPTIVE["keydiff-adaptive"]], ids=str
+)
+def test_padding_beams_copies_and_errors(policy):
+    q, k, v = tokens(b=3)
+    cache = kvops.Cache(policy, storage="int8")
+    cache.set_pads(kit.int32(0, 7, 20))
+    whole = slice(0, N)
+    cache.attend(*(x[:, :, whole] for x in (q, k, v)))
+    alone = kvops.Cache(policy, storage="int8")
+    alone.attend(*(x[1:2, :, 7:N] for x in (q, k, v)))
+    held = cache.positions[1] - 7
+    for h in range(2):
+        assert torch.equal(held[h][held[h] >= 0], alone.positions[0, h][alone.positions[0, h] >= 0])
+    twin, other = copy.copy(cache), pickle.loads(pickle.dumps(cache))
+    step = slice(N, N + 1)
+    outs = [x.attend(*(y[:, :, step] for y in (q, k, v))) for x in (cache, twin, other)]
+    assert kit.same(outs[0], outs[1]) and kit.same(outs[0], outs[2])
+    cache.crop(N)
+    again = cache.attend(*(y[:, :, step] for y in (q, k, v)))
+    assert kit.same(again, outs[0])
+    cache.reorder(torch.tensor([1, 1, 0]))
+    more = slice(N + 1, N + 2)
+    rows = [1, 1, 0]
+    out = cache.attend(*(y[rows][:, :, more] for y in (q, k, v)))
+    assert kit.same(out, twin.attend(*(y[:, :, more] for y in (q, k, v)))[rows])
+    with kit.refuses(
+        "k must match the cached tokens in .b, Hk, d., dtype and device", "torch.bfloat16", "torch.float32"
+    ):
+        cache.attend(*(y[rows][:, :, more].float() for y in (q, k, v)))
+    with kit.refuses("expected .3, 2, 16. torch.bfloat16 .*, got .3, 2, 48."):
+        cache.append(v[:, :, more], v[:, :, more])
+
+
+def test_errors():
+    for name in REFUSED:
+        with kit.refuses("storage='int8' expected a policy that keeps K and V as they are"):
+            kvops.Cache(POLICIES[name], storage="int8")
+    with kit.refuses("storage='int8' is for caches without rope=, expected None, got a kvops.Rope"):
+        kvops.Cache(kvops.StreamingLLM(20, positions="slots"), storage="int8", rope=kvops.Rope.of(16))
+    cache = kvops.Cache(kvops.KeyDiff(20), storage="int8")
+    k, v = kit.kv(1, 2, 8, 24)
+    with kit.refuses("with storage='int8' k must be torch.float32, .* with a head_dim that is a multiple of 16"):
+        cache.append(k, v)
+    with kit.refuses("with storage='int8' k must be torch.float32, .* got torch.int8"):
+        cache.append(*(x[..., :16].to(torch.int8) for x in (k, v)))
