@@ -198,8 +198,8 @@ struct KeyTerms {
   __device__ void weigh(float (&x)[kBlocks][kHalves][4], int key, int left) const {
     if constexpr (kScaled) {
       const int lane = threadIdx.x % 32;
-      const bool seen = lane < left;
-      for_key_values(x, value_scale(key + lane, seen), [](float& weight, float scale) { weight *= scale; });
+      const float scale = value_scale(key + lane, lane < left);
+      for_key_values(x, scale, [](float& weight, float scale) { weight *= scale; });
     }
   }
   __device__ float value_scale(int key, bool there) const { return key_value<kPaged>(p.v_scale, p, head, key, there); }

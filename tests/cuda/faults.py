@@ -321,7 +321,11 @@ FAULTS = {
         "window_attention", "window.cuh", "x *= scale;", "", "test_int8"
     ),
     "window_attention reads the scales of values that no row sees": Fault(
-        "window_attention", "window.cuh", "bool seen = lane < left;", "bool seen = true;", "test_scales_of_unseen_slots"
+        "window_attention",
+        "window.cuh",
+        "value_scale(key + lane, lane < left)",
+        "value_scale(key + lane, true)",
+        "test_scales_of_unseen_slots",
     ),
     "window_attention splits sums by the GPU": Fault(
         "window_attention",
