@@ -155,6 +155,8 @@ class Cache:
             )
         if storage == "int8":
             check_int8("Cache", policy, rope)
+            if not attend_before_compress:
+                raise ValueError("Cache: storage='int8' needs attend_before_compress=True, got False")
         policy.check_cache(layer, num_layers)
         self.policy, self.layer, self.num_layers = policy, layer, num_layers
         self.rope, self.storage, self.attend_before_compress = rope, storage, attend_before_compress

@@ -63,39 +63,44 @@ def query(q: Tensor, k: Tensor) -> Tensor:
 class RoundedView(View):
     """A view of packed rows. What reads `k` or `v` gets a copy of the numbers, made once, when it is read."""
 
-    def __init__(self, k: Tensor, v: Tensor, *args: Any, dtype: torch.dtype, **options: Any):
-        self.packed = k, v
+    def __init__(self, k: Tensor, v: Tensor, *, dtype: torch.dtype, **options: Any):
         self.dtype = dtype
-        self._numbers: list[Tensor | None] = [None, None]
-        super().__init__(k, v, *args, **options)
+        self._k: Tensor | None
+        self._v: Tensor | None
+        super().__init__(k, v, **options)
 
-    def _number(self, i: int) -> Tensor:
-        found = self._numbers[i]
-        if found is None:
-            found = self._numbers[i] = numbers(self.packed[i], self.dtype)
-        return found
+    @property
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """K and V as they are stored."""
+        return self._packed_k, self._packed_v
 
     @property
     def k(self) -> Tensor:
-        return self._number(0)
+        if self._k is None:
+            self._k = numbers(self._packed_k, self.dtype)
+        return self._k
 
     @k.setter
     def k(self, x: Tensor) -> None:
-        self._numbers[0] = None if x is self.packed[0] else x
+        self._packed_k, self._k = x, None
 
     @property
     def v(self) -> Tensor:
-        return self._number(1)
+        if self._v is None:
+            self._v = numbers(self._packed_v, self.dtype)
+        return self._v
 
     @v.setter
     def v(self, x: Tensor) -> None:
-        self._numbers[1] = None if x is self.packed[1] else x
+        self._packed_v, self._v = x, None
 
     @property
     def keys(self) -> Tensor:
-        return self.packed[0]
+        return self._packed_k
 
     @property
     def scored_keys(self) -> tuple[Tensor, dict[str, Tensor]]:
-        rows, scales = split(self.packed[0])
+        if not is_packed(self.keys):
+            return super().scored_keys
+        rows, scales = split(self.keys)
         return rows, {"k_scale": scales}

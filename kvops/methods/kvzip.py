@@ -7,7 +7,7 @@ paper and released code differ: docs/methods/kvzip.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -216,7 +216,7 @@ class KVzip(RepeatPolicy):
         of_passes = [None] * len(rows) if weights is None else weights.split(rows, 1)
         total = torch.zeros(view.keys.shape[:3], dtype=torch.float32, device=view.keys.device)
         for i, (queries, keys, own) in enumerate(zip(q.split(rows, 2), k.split(rows, 2), of_passes)):
-            every = replace(view, k=torch.cat((view.k, keys), 2))
+            every = view.changed(k=torch.cat((view.k, keys), 2))
             total = torch.maximum(total, self.score_pass(queries, every, i * self.chunk, view.end, logits, own))
         return total
 

@@ -140,7 +140,7 @@ class RepeatPolicy(QueryPolicy):
         first = views[0]
         scores = torch.cat([x.seen_by_queries.to(first.k.device) for x in views], 1)
         none = first.k.new_empty(*scores.shape, 0)
-        shares = self._shares(scores, replace(first, k=none, v=none), self.room(first), 0, floor=0.0)
+        shares = self._shares(scores, first.changed(k=none, v=none), self.room(first), 0, floor=0.0)
         heads = [x.heads for x in views]
         budgets = [x.to(view.keys.device).contiguous() for x, view in zip(shares.split(heads, 1), views)]
         return [replace(self, budget=x, head_mode="per_head", scope="layer") for x in budgets]

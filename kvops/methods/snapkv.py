@@ -11,7 +11,7 @@ Compression for Efficient Long-Context LLM Inference", Liu et al., 2025. Decisio
 from __future__ import annotations
 
 import functools
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -131,7 +131,7 @@ class PyramidKV(WindowPolicy):
             own = keep if budgets is None else budgets.clamp(min=least)
             return layer_budget(own, tokens, self.window, layer, num_layers)
 
-        view = replace(view, fill_invalid=False)
+        view = view.changed(fill_invalid=False)
         kept = self.choose(self.scores(view), view, super().room(view), recent=self.window, share=share)
         return kept.sort(-1).values  # entries of -1 first
 

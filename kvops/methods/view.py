@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -111,6 +112,13 @@ class View:
         if self.seen < 0:
             self.seen = self.new = self.n
             self.padding = self.starts
+
+    def changed(self, **attributes: Any) -> View:
+        """A copy with other values of some attributes."""
+        twin = copy.copy(self)
+        for name, x in attributes.items():
+            setattr(twin, name, x)
+        return twin
 
     @property
     def keys(self) -> Tensor:

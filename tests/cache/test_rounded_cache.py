@@ -81,7 +81,7 @@ def test_what_is_stored(policy, dtype):
             mine = [torch.cat((x, y[:, :, part]), 2) for x, y in zip(before, exact)]
             want = attended(q[:, :, part].bfloat16(), *mine, before[0].shape[2] + 1)
         out = cache.attend(q[:, :, part], k[:, :, part], v[:, :, part], **inputs(policy, q, part))
-        if not cache.ragged and cache.attend_before_compress:
+        if not cache.ragged:
             torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
         positions = cache.positions
         for found, x in ((cache.k, back[0]), (cache.v, back[1])):
@@ -106,6 +106,22 @@ def test_it_keeps_what_a_cache_keeps(policy):
     mine, other = (x.positions for x in caches)
     assert mine.shape == other.shape and caches[0].nbytes < 0.8 * caches[1].nbytes
     assert (mine.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
+def test_padded_batches(policy):
+    """They run with every policy, and hold rows of the padded prompt."""
+    q, k, v = tokens(b=3)
+    cache, whole = made(policy, storage="int8"), slice(0, N)
+    cache.set_pads(kit.int32(0, 7, 20))
+    for part in (whole, *(slice(i, i + 1) for i in range(N, N + STEPS))):
+        cache.attend(*(x[:, :, part] for x in (q, k, v)), **inputs(policy, q, part))
+    positions, back = cache.positions, rounded(k)
+    at = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, D)
+    want = back.gather(2, at).masked_fill((positions < 0).unsqueeze(-1), 0)
+    padding = torch.zeros(3, dtype=torch.int32) if cache.pads is None else cache.pads  # these slots hold anything
+    token = (torch.arange(len(cache)) >= padding[:, None])[:, None].expand(positions.shape)
+    assert torch.equal(cache.k[token], want[token]) and token.any(-1).all()
 
 
 @pytest.mark.parametrize(
@@ -148,6 +164,8 @@ def test_errors():
             kvops.Cache(POLICIES[name], storage="int8")
     with kit.refuses("storage='int8' is for caches without rope=, expected None, got a kvops.Rope"):
         kvops.Cache(kvops.StreamingLLM(20, positions="slots"), storage="int8", rope=kvops.Rope.of(16))
+    with kit.refuses("storage='int8' needs attend_before_compress=True, got False"):
+        kvops.Cache(kvops.KeyDiff(20), storage="int8", attend_before_compress=False)
     cache = kvops.Cache(kvops.KeyDiff(20), storage="int8")
     k, v = kit.kv(1, 2, 8, 24)
     with kit.refuses("with storage='int8' k must be torch.float32, .* with a head_dim that is a multiple of 16"):
