@@ -25,6 +25,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvgrad -->`, `<!-- dropkv -->`,
   `<!-- attention matching -->`, `<!-- kvzap -->`, `<!-- kvzap english -->`: the needles of eval-ragged.json,
   eval-shares.json, eval-kvzip-plus.json, eval-kvgrad.json, eval-dropkv.json, eval-attention-matching.json,
+  eval-int8.json,
   eval-kvzap.json and eval-kvzap-english.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
@@ -710,7 +711,7 @@ def by_heads_table(record: str) -> str:
         head.append(f"{point} the question, {size}" if task == NEEDLES[0] else f"loss, {size}")
         for x in rows:
             near = min((y[2] for y in columns), key=lambda y: abs(y - x["tokens"]))
-            own = x["method"] == "Full" or (near if "threshold=" in x["method"] else x["budget"]) == size
+            own = x["method"].startswith("Full") or (near if "threshold=" in x["method"] else x["budget"]) == size
             if own and (x["task"], x["point"]) == (task, point):
                 score = x["scores"][scores[task]]["mean"]
                 shown = percent(x, "partial") if task == NEEDLES[0] else f"{score:.2f}"
@@ -742,6 +743,7 @@ TABLES = {
     "dropkv": partial(by_heads_table, "dropkv"),
     "attention matching": partial(by_heads_table, "attention-matching"),
     "kvzap english": partial(by_heads_table, "kvzap-english"),
+    "int8": partial(by_heads_table, "int8"),
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,
