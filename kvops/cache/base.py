@@ -902,8 +902,8 @@ class Cache:
                 )
             if memory is None or stored is None:
                 continue
-            want, got = (*memory.shape, channels(stored)), (*x.shape[:2], x.shape[3])
-            dtype = self._dtype or stored.dtype
+            dtype, d = (stored.dtype, stored.shape[3]) if self._dtype is None else (self._dtype, channels(stored))
+            want, got = (*memory.shape, d), (*x.shape[:2], x.shape[3])
             if want != got or dtype != x.dtype or stored.device != x.device:
                 raise ValueError(
                     f"{who}: {name} must match the cached tokens in (b, Hk, d), dtype and device, expected {want} "

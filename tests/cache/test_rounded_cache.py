@@ -172,3 +172,14 @@ def test_errors():
         cache.append(k, v)
     with kit.refuses("with storage='int8' k must be torch.float32, .* got torch.int8"):
         cache.append(*(x[..., :16].to(torch.int8) for x in (k, v)))
+
+
+def test_int8_of_the_callers_own_is_only_moved():
+    """Without storage="int8" a cache takes int8 rows as they are, for an attention elsewhere."""
+    k, v = (x.to(torch.int8) for x in kit.kv(1, 2, 40, 32))
+    cache = kvops.Cache(kvops.StreamingLLM(20))
+    cache.append(k[:, :, :30], v[:, :, :30])
+    for i in range(30, 40):
+        cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
+    at = cache.positions.unsqueeze(-1).expand(-1, -1, -1, 32)
+    assert kit.same((cache.k, cache.v), (k.gather(2, at), v.gather(2, at)))
