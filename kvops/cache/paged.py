@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.view import View
 from ..ops.api import MAX_WINDOW, compact_kv_, window_attention
-from ..ops.checks import check_bool, check_int, inference_only
+from ..ops.checks import check_bool, check_choice, check_int, inference_only
+from .base import ROUNDED, check_int8
 from .by_slot import widened
 from .memory import size, span, storage_bytes
+from .rounded import SCALE, RoundedView, channels, is_packed, operands, packed, query
 from .schedule import Schedule
 
 
@@ -93,12 +95,14 @@ class PagedCache:
             slots.
         by_head: Whether heads may hold different numbers of slots. Needs a policy that scores each head on its own and
             keeps all tokens of decode.
+        storage: "int8" rounds K and V to int8 with a scale for each token and head (`quantize_rows`): pages then have
+            d + 16 bytes per row. All attention reads the rounded rows. Policies as for `Cache`.
         dtype: dtype of K and V; None: torch's default.
         device: Device of K and V; None: torch's default.
 
     Attributes:
-        k: List of each layer's key pages, [num_pages, Hk, page_size, d]. With `by_head` all layers share the same
-            pages, [num_pages, 1, page_size, d].
+        k: List of each layer's key pages, [num_pages, Hk, page_size, d]; with storage="int8" d + 16 bytes per row. With
+            `by_head` all layers share the same pages, [num_pages, 1, page_size, d].
         v: The same for values, with v_head_dim channels.
         schedule: The policy and when it evicts; `schedule.held(n, prompt)` is the slots of a request after n tokens.
         free: Number of pages that no request holds. A step takes its pages when it ends.
@@ -120,6 +124,7 @@ class PagedCache:
         page_size: int = 16,
         evict: str = "prompt",
         by_head: bool = False,
+        storage: Literal["int8"] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -136,13 +141,24 @@ class PagedCache:
                 f"PagedCache: with by_head a request is evicted once, when its prompt ends, expected evict='prompt', "
                 f"got {evict!r}"
             )
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        rounds = storage is not None
+        if rounds:
+            check_choice("PagedCache", "storage", str(storage), ("int8",))
+            check_int8("PagedCache", policy, None)
+            if any(d % 16 for d in dims.values()) or self.dtype not in ROUNDED:
+                raise ValueError(
+                    "PagedCache: storage='int8' rounds torch.float32, float16 or bfloat16 with head dims that are "
+                    f"multiples of 16, got {self.dtype} and {[*dims.values()]}"
+                )
         self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
         self.num_pages, self.by_head = num_pages, by_head
         self._rows = kv_heads if by_head else 1  # rows per request in a kernel call
 
         def per_layer(d: int) -> list[Tensor]:
-            shape = num_pages, 1 if by_head else kv_heads, page_size, d
-            made = torch.empty(1 if by_head else num_layers, *shape, dtype=dtype, device=device)
+            shape = num_pages, 1 if by_head else kv_heads, page_size, d + SCALE * rounds
+            kind = torch.int8 if rounds else dtype
+            made = torch.empty(1 if by_head else num_layers, *shape, dtype=kind, device=device)
             return list(made.expand(num_layers, *shape).unbind())
 
         self.k, self.v = map(per_layer, dims.values())
@@ -432,7 +448,8 @@ class Step:
         rows, (k_pages, v_pages) = self.rows(layer), (cache.k[layer], cache.v[layer])
         q_rows, k_rows, v_rows = (x.reshape(len(rows.table), -1, *x.shape[2:]) for x in (q, k, v))
         for pages, x in ((k_pages, k_rows), (v_pages, v_rows)):
-            pages[rows.page, :, rows.slot] = x[rows.row, :, rows.column]
+            new = x[rows.row, :, rows.column]
+            pages[rows.page, :, rows.slot] = packed(new) if is_packed(pages) else new
         adds_up = bool(policy.needs.per_slot)
         observe: dict[str, Any] = {"scores": adds_up}
         if adds_up and isinstance(policy, QueryPolicy):
@@ -441,10 +458,11 @@ class Step:
         for first in range(0, q.shape[2], MAX_WINDOW):
             block = slice(first, first + MAX_WINDOW)
             visible = rows.visible[:, block].contiguous()
+            of_block, keys = query(q_rows[:, :, block], k_pages), operands(k_pages, v_pages)
             part, _, observed = window_attention(
-                q_rows[:, :, block], k_pages, v_pages, visible, block_table=rows.table, **observe, **logits
+                of_block, **keys, visible=visible, block_table=rows.table, **observe, **logits
             )
-            out.append(part)
+            out.append(part.to(q.dtype))
             if adds_up:
                 scores = observed if scores is None else scores.add_(observed)
         if scores is not None:
@@ -471,7 +489,11 @@ class Step:
         if cache.by_head:  # one table serves one head, so rules, which read all heads of a layer, read a copy
             k, v = (x[table.clamp(min=0)].view(len(requests), cache.heads, -1, x.shape[3]) for x in (k, v))
             lengths, pages = lengths[:: cache.heads].contiguous(), {}
-        view = View(k, v, lengths=lengths, layer=layer, num_layers=cache.num_layers, tokens=eviction.tokens, **pages)
+        elif is_packed(k):  # rules read numbers, of these requests alone
+            k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
+            pages = {}
+        pages |= dict(lengths=lengths, layer=layer, num_layers=cache.num_layers, tokens=eviction.tokens)
+        view = RoundedView(k, v, dtype=cache.dtype, **pages) if is_packed(k) else View(k, v, **pages)
         slots = torch.arange(view.n, device=k.device).expand(len(requests), cache.heads, -1)
         view.kept = eviction.positions(layer, slots)
         if layer in self._scores:
@@ -496,10 +518,10 @@ class Step:
         inference_only("PagedCache", q=q, k=k, v=v)
         (b, t), heads = self.positions.shape, cache.heads
         for name, x, pages in (("k", k, cache.k[layer]), ("v", v, cache.v[layer])):
-            want = [b, heads, t, pages.shape[3]]
-            if list(x.shape) != want or x.dtype != pages.dtype or x.device != pages.device:
+            want = [b, heads, t, channels(pages)]
+            if list(x.shape) != want or x.dtype != cache.dtype or x.device != pages.device:
                 raise ValueError(
-                    f"PagedCache: {name} must be {want} {pages.dtype} {pages.device}, got {list(x.shape)} "
+                    f"PagedCache: {name} must be {want} {cache.dtype} {pages.device}, got {list(x.shape)} "
                     f"{x.dtype} {x.device}"
                 )
         if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != t or q.shape[3] != k.shape[3]:

@@ -183,3 +183,67 @@ def test_int8_of_the_callers_own_is_only_moved():
         cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
     at = cache.positions.unsqueeze(-1).expand(-1, -1, -1, 32)
     assert kit.same((cache.k, cache.v), (k.gather(2, at), v.gather(2, at)))
+
+
+PAGED = "keydiff lagkv snapkv chunkkv pyramidkv h2o tova r-kv criticalkv random dropkv".split()
+PAGED_POLICIES = [POLICIES[x] for x in PAGED if x in POLICIES] + [
+    kvops.KeyDiff(20, buffer=None),
+    kvops.SnapKV(20, window=4, head_mode="adaptive"),
+]
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("policy", PAGED_POLICIES, ids=str)
+def test_pages(policy, by_head):
+    """A PagedCache of rounded rows is one whose tokens were rounded before: same slots, nearly the same outputs."""
+    sizes = dict(num_layers=2, kv_heads=2, head_dim=D, v_head_dim=DV, page_size=8, dtype=torch.float32)
+    try:
+        caches = [kvops.PagedCache(policy, 200, by_head=by_head, storage=x, **sizes) for x in ("int8", None)]
+    except ValueError as error:
+        assert "int8" not in str(error)
+        pytest.skip(str(error))
+    outs: list[list] = [[], []]
+    for out, cache in zip(outs, caches):
+        a, b = cache.join(prompt=50), cache.join(prompt=33)
+        for turn, counts in enumerate(([50, 33], *[[1, 1]] * 14)):
+            with cache.step([a, b], counts) as step:
+                for layer in range(2):
+                    seeds = range(9 * turn + 3 * layer, 9 * turn + 3 * layer + 3)
+                    shapes = (4, D), (2, D), (2, DV)
+                    q, k, v = (kit.randn(2, h, max(counts), d, seed=i) for i, (h, d) in zip(seeds, shapes))
+                    if cache is caches[1]:
+                        q, k, v = q.bfloat16().float(), rounded(k), rounded(v)
+                    out.append(step.attend(layer, q, k, v))
+    for mine, other in zip(*outs):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, other, rtol=1e-2, atol=1e-2)
+    for request in (1, 2):
+        for layer in range(2):
+            for head in range(2):
+                assert torch.equal(*(x.positions(request, layer, head) for x in caches))
+    assert caches[0].free == caches[1].free
+    rows = (
+        sum(x.nbytes for x in (caches[0].k[0], caches[0].v[0])),
+        sum(x.nbytes for x in (caches[1].k[0], caches[1].v[0])),
+    )
+    assert rows[0] * (D + DV) * 4 == rows[1] * (D + DV + 32)
+
+
+def test_errors_of_pages():
+    sizes = dict(num_layers=1, kv_heads=2, head_dim=16)
+    for changes, message in (
+        (dict(head_dim=24), "storage='int8' rounds .* multiples of 16, got torch.float32 and .24, 24."),
+        (dict(dtype=torch.float8_e5m2), "storage='int8' rounds .*, got torch.float8_e5m2"),
+        (
+            dict(storage="int4"),
+            "PagedCache: storage must be one of 'int8', got 'int4'",
+        ),
+    ):
+        with kit.refuses(message):
+            kvops.PagedCache(kvops.KeyDiff(20), 8, **sizes | dict(storage="int8") | changes)
+    cache = kvops.PagedCache(kvops.KeyDiff(20), 8, storage="int8", **sizes)
+    k, _ = kit.kv(1, 2, 4, 32)
+    with cache.step([cache.join(prompt=4)], 4) as step:
+        with kit.refuses("PagedCache: k must be .1, 2, 4, 16. torch.float32", "got .1, 2, 4, 32."):
+            step.attend(0, torch.cat((k, k), 1), k, k)
+        step.attend(0, *(x[..., :16] for x in (torch.cat((k, k), 1), k, k)))
