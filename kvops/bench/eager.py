@@ -83,6 +83,11 @@ def turned_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) 
     return window_attention(q, rotate_half(k, cos, sin), v)
 
 
+def int8_attention(q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`window_attention` with K and V in int8 and their scales, [b, Hk, n]."""
+    return window_attention(q, *((x * scale.unsqueeze(-1)).to(q.dtype) for x, scale in ((k, k_scale), (v, v_scale))))
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Tensor]]:
     """torch's FlashAttention of the last rows (without their causal corner), by kernel name."""
     if q.is_cpu:

@@ -136,6 +136,12 @@ class Case:
         return (1.5 * self._randn(1, self.d, stream=2) + self.k.float()).to(self.dtype)
 
     @cached_property
+    def int8(self) -> dict[str, Any]:
+        """K and V rounded to int8, with their scales, by the names of the arguments."""
+        (k, k_scale), (v, v_scale) = kvops.quantize_rows(self.k), kvops.quantize_rows(self.v)
+        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+    @cached_property
     def w_o(self) -> Tensor:
         """The output projection of GROUP query heads per KV head, [HIDDEN, GROUP * heads * d]."""
         width = GROUP * self.heads * self.d
@@ -568,6 +574,17 @@ ROWS: dict[str, Row] = {
         peers=lambda c: {
             "rotated before": lambda: _turned_decode(c, {}),
             "rope_at_slots first": lambda: _turned_decode(c, {}, ops.rope_at_slots(c.k, *c.angles, out=c.rope_out[0])),
+        },
+    ),
+    "window_attention, decode, int8": Row(
+        forms={"": lambda c: ops.window_attention(c.window(1).q.bfloat16(), visible=c.window(1).visible, **c.int8)},
+        eager=eager.int8_attention,
+        args=lambda c: (c.window(1).q.bfloat16(), *c.int8.values()),
+        bytes=lambda c: size(*c.int8.values()),
+        against="read",
+        touched=lambda c: (c.int8["k"], c.int8["v"]),
+        peers=lambda c: {
+            "not rounded": lambda: ops.window_attention(c.window(1).q, c.k, c.v, c.window(1).visible),
         },
     ),
     "gather_kv": _gather(lambda c: c.indices),

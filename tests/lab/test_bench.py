@@ -54,7 +54,9 @@ def test_baseline_computes_the_same(name):
                 all(len(a & b) > 0.9 * len(a) for a, b in zip(*kept, strict=True)) and ours[0].shape == theirs[0].shape
             )
             continue
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)  # exact for indices, as they are < 1e4
+        # exact for indices, as they are < 1e4; int8 is attended by queries in bf16
+        close = dict(rtol=2e-2, atol=5e-3) if name.endswith("int8") else dict(rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(ours, theirs, **close)
         case.restore()
         assert torch.equal(case.k, Case(n, torch.float32, heads, d=64).k), f"restore after {form!r}"
 
