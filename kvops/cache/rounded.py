@@ -69,6 +69,17 @@ class RoundedView(View):
         self._v: Tensor | None
         super().__init__(k, v, **options)
 
+    def __post_init__(self) -> None:
+        self.heads = self.keys.shape[1]
+
+    @property
+    def n(self) -> int:
+        return self.keys.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+
+    @property
+    def rows(self) -> int:
+        return len(self.keys if self.block_table is None else self.block_table)
+
     @property
     def packed(self) -> tuple[Tensor, Tensor]:
         """K and V as they are stored."""

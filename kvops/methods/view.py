@@ -83,6 +83,7 @@ class View:
         values: [b, Hk, m, dv], what `move` writes in place of the values of the kept slots; None: these values.
         inputs: What the attention module was called with in the current step, if the policy needs it (`Needs.inputs`).
             Its tokens are those of the last `new` slots. A rule reads `hidden`, `token_ids` and `module`.
+        heads: The number of KV heads.
     """
 
     k: Tensor
@@ -107,10 +108,12 @@ class View:
     inputs: LayerInputs | None = None
     reference: Any = None
     values: Tensor | None = None
+    heads: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.heads = self.k.shape[1]
         if self.seen < 0:
-            self.seen = self.new = self.n
+            self.seen = self.new = self.k.shape[2] if self.block_table is None else self.n
             self.padding = self.starts
 
     def changed(self, **attributes: Any) -> View:
@@ -118,6 +121,7 @@ class View:
         twin = copy.copy(self)
         for name, x in attributes.items():
             setattr(twin, name, x)
+        twin.heads = twin.keys.shape[1]
         return twin
 
     @property
@@ -133,17 +137,12 @@ class View:
     @property
     def n(self) -> int:
         """The number of slots."""
-        return self.keys.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
+        return self.k.shape[2] * (1 if self.block_table is None else self.block_table.shape[1])
 
     @property
     def rows(self) -> int:
         """The number of rows of the batch, or of requests."""
-        return len(self.keys if self.block_table is None else self.block_table)
-
-    @property
-    def heads(self) -> int:
-        """The number of KV heads."""
-        return self.keys.shape[1]
+        return len(self.k if self.block_table is None else self.block_table)
 
     @property
     def end(self) -> Tensor | int:
