@@ -163,6 +163,7 @@ def spoil_tensor(rng: random.Random, x: Tensor) -> Any:
         return y
 
     dim = rng.randrange(x.dim()) if x.dim() else 0
+    limits = torch.iinfo(torch.int64 if x.is_floating_point() or x.dtype == torch.bool else x.dtype)
     changes: list[Callable[[], Any]] = [
         lambda: x.to(rng.choice(DTYPES)),
         lambda: x.narrow(dim, 0, rng.choice((0, 1, max(x.shape[dim] - 1, 0)))),
@@ -178,9 +179,9 @@ def spoil_tensor(rng: random.Random, x: Tensor) -> Any:
         lambda: (
             some_values(rng.choice(REALS))
             if x.is_floating_point()
-            else integers().clamp(-(1 << 31), (1 << 31) - 1).to(x.dtype)
+            else integers().clamp(max(-(1 << 31), limits.min), min((1 << 31) - 1, limits.max)).to(x.dtype)
         ),
-        lambda: x * 1e30 if x.is_floating_point() else x + rng.choice((-1, 1, x.numel())),
+        lambda: x * 1e30 if x.is_floating_point() else x + rng.choice((-1, 1, min(x.numel(), limits.max))),
         lambda: torch._neg_view(x),
         lambda: x.to_sparse(),
         lambda: x.float().requires_grad_(),

@@ -585,7 +585,12 @@ def test_objects_refuse():
             kvops.LaCache(40, **settings)
     rope, streaming = kvops.Rope.of(8), kvops.StreamingLLM(40)
     for policy, options, error, message in (
-        (streaming, dict(storage="rope"), ValueError, "storage must be one of 'pre_rope', 'post_rope', got 'rope'"),
+        (
+            streaming,
+            dict(storage="rope"),
+            ValueError,
+            "storage must be one of .*'int8', got 'rope'",
+        ),
         (streaming, dict(rope=torch.ones(4)), TypeError, "rope must be a kvops.Rope, got Tensor"),
         (streaming, dict(rope=rope, attend_before_compress=False), ValueError, "attend_before_compress=True"),
         (kvops.LaCache(40, positions="original"), dict(rope=rope), ValueError, "rope= needs .* positions='slots'"),
