@@ -18,14 +18,14 @@ from ..methods.registry import as_policy
 from ..methods.view import LayerInputs, View
 from ..ops.checks import check_choice, check_hidden, check_int, check_vector, inference_only
 from ..ops.flash_attention import attention
+from ..ops.int8 import ROUNDED
 from ..ops.rope import Rope
 from .memory import Memory, size, span, storage_bytes
 from .ragged import Ragged
-from .rounded import RoundedView, channels, is_packed, numbers, operands, packed, query
+from .rounded import RoundedView, channels, numbers, operands, packed, query, view_of
 
 Storage = Literal["pre_rope", "post_rope", "int8"]
 STORAGES: tuple[Storage, ...] = get_args(Storage)
-ROUNDED = torch.float32, torch.float16, torch.bfloat16  # what storage="int8" rounds
 
 
 class Eviction(NamedTuple):
@@ -704,9 +704,7 @@ class Cache:
         )
 
     def _view_of(self, k: Tensor, v: Tensor, **options: Any) -> View:
-        if self._dtype is None or not is_packed(k):
-            return View(k, v, **options)
-        return RoundedView(k, v, dtype=self._dtype, **options)
+        return view_of(k, v, self._dtype, **options)
 
     def _pads_with(self, t: int) -> Tensor | None:
         """Return `pads` after t more columns of the batch have been stored."""
@@ -734,7 +732,7 @@ class Cache:
         self.state = view.state
         self._eviction = Eviction(indices, view, left)
         if not self._moves_in_place(view):
-            self._memory = Memory(*map(self._held, self._moved(self._eviction)))
+            self._memory = Memory(*self._moved(self._eviction))
             self._eviction = None
 
     def _keep_ragged(self, indices: Tensor, view: View) -> None:
@@ -772,7 +770,8 @@ class Cache:
         """Move the kept slots to fresh memory, or within their own (`IN_PLACE`)."""
         if self._dtype is None:
             return self.policy.move(eviction.view, eviction.indices, out)
-        return Policy.move(self.policy, View(*self._rows_of(eviction.view)), eviction.indices, out)
+        k, v = Policy.move(self.policy, View(*self._rows_of(eviction.view)), eviction.indices, out)
+        return packed(k), packed(v)
 
     def _rows_of(self, view: View) -> tuple[Tensor, Tensor]:
         """Return K and V of a view as they are stored."""

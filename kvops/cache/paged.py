@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 from ..methods.base import Policy
 from ..methods.queries import QueryPolicy
 from ..methods.registry import as_policy
-from ..methods.view import View
 from ..ops.api import MAX_WINDOW, compact_kv_, window_attention
 from ..ops.checks import check_bool, check_choice, check_int, inference_only
-from .base import ROUNDED, check_int8
+from ..ops.int8 import ROUNDED
+from .base import check_int8
 from .by_slot import widened
 from .memory import size, span, storage_bytes
-from .rounded import SCALE, RoundedView, channels, is_packed, operands, packed, query
+from .rounded import SCALE, channels, is_packed, operands, packed, query, view_of
 from .schedule import Schedule
 
 
@@ -493,7 +493,7 @@ class Step:
             k, v = (x[table.clamp(min=0)].transpose(1, 2).flatten(2, 3) for x in (k, v))
             pages = {}
         pages |= dict(lengths=lengths, layer=layer, num_layers=cache.num_layers, tokens=eviction.tokens)
-        view = RoundedView(k, v, dtype=cache.dtype, **pages) if is_packed(k) else View(k, v, **pages)
+        view = view_of(k, v, cache.dtype, **pages)
         slots = torch.arange(view.n, device=k.device).expand(len(requests), cache.heads, -1)
         view.kept = eviction.positions(layer, slots)
         if layer in self._scores:

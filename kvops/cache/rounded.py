@@ -60,6 +60,13 @@ def query(q: Tensor, k: Tensor) -> Tensor:
     return q.bfloat16() if is_packed(k) else q
 
 
+def view_of(k: Tensor, v: Tensor, dtype: torch.dtype | None, **options: Any) -> View:
+    """Return a policy's view of rows. dtype: of the numbers that packed rows stand for; None: no rows are packed."""
+    if dtype is None or not is_packed(k):
+        return View(k, v, **options)
+    return RoundedView(k, v, dtype=dtype, **options)
+
+
 class RoundedView(View):
     """A view of packed rows. What reads `k` or `v` gets a copy of the numbers, made once, when it is read."""
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .checks import inference_only
 
+#: What is rounded.
+ROUNDED = torch.float32, torch.float16, torch.bfloat16
 LARGEST = 127  # a row and its negative round alike, so -128 is not used
 
 
@@ -32,7 +34,7 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         ValueError: x has another dtype, no channels, or requires grad outside `torch.no_grad()`.
     """
     inference_only("quantize_rows", x=x)
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16) or x.dim() == 0 or x.shape[-1] == 0:
+    if x.dtype not in ROUNDED or x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(
             "quantize_rows: x must be [..., d > 0] in torch.float32, torch.float16 or torch.bfloat16, got "
             f"{x.dtype} {list(x.shape)}"
@@ -59,7 +61,7 @@ def dequantize_rows(rows: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfl
         ValueError: A dtype or a shape is wrong.
     """
     inference_only("dequantize_rows", rows=rows, scales=scales)
-    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    if dtype not in (torch.float64, *ROUNDED):
         raise ValueError(f"dequantize_rows: dtype must be a floating-point torch.dtype, got {dtype!r}")
     fits = rows.dim() > 0 and scales.shape == rows.shape[:-1] and scales.device == rows.device
     if rows.dtype != torch.int8 or scales.dtype != torch.float32 or not fits:
