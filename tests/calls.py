@@ -47,6 +47,8 @@ class Inputs:
     lengths: Tensor  # int32 [b]
     budgets: Tensor  # int32 [b, Hk]
     q: Tensor  # [b, 4 Hk, 6, d]
+    rounded: tuple[Tensor, Tensor, Tensor]  # q as bf16, k and v as int8, with zeros up to a multiple of 16 channels
+    scales: tuple[Tensor, Tensor]  # of the rounded k and v
     visible: Tensor  # int32 [b, 6]; the last row sees all keys
     sink_logits: Tensor  # fp32 [4 Hk]
     key_bias: Tensor  # fp32 [b, Hk, n]
@@ -71,11 +73,13 @@ class Inputs:
     def __post_init__(self):
         self.plan = ladder_plan(self.n)
 
-    def int8(self, rows: int = 6) -> dict[str, Tensor]:
-        """The last rows of q, and K and V as int8, all with their channels twice: int8 rows have at least 16."""
-        q, k, v = (torch.cat((x, x), -1) for x in (self.q[:, :, -rows:], self.k, self.v))
-        (k, k_scale), (v, v_scale) = kvops.quantize_rows(k), kvops.quantize_rows(v)
-        return dict(q=q.bfloat16(), k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    @property
+    def int8(self) -> dict[str, Tensor]:
+        return dict(zip(("q", "k", "v", "k_scale", "v_scale"), (*self.rounded, *self.scales)))
+
+    @property
+    def int8_keys(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.int8.items() if name not in ("v", "v_scale")}
 
     @property
     def n(self) -> int:
@@ -141,9 +145,12 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
     visible = integers(n // 2, n + 1, b, 6)
     visible[:, -1] = n
     _, lse = window_softmax(*window_logits(q, k, visible, None, None, SOFTCAP, torch.float32), None, None)
+    v = randn(n, dv).to(dtype)
+    wide_q, wide_k, wide_v = (torch.nn.functional.pad(x, (0, -x.shape[-1] % 16)) for x in (q, k, v))
+    (k8, k_scale), (v8, v_scale) = kvops.quantize_rows(wide_k), kvops.quantize_rows(wide_v)
     return Inputs(
         k=k,
-        v=randn(n, dv).to(dtype),
+        v=v,
         anchor=randn(d),
         scores=scores(n),
         segments=scores(num_segments(n, SINK, lag), lag),
@@ -152,6 +159,8 @@ def inputs(seed: int, b=2, heads=3, n=3000, d=64, dv=80, dtype=torch.float32) ->
         lengths=n - starts - integers(0, n // 8, b),
         budgets=integers(4 + 8, keep, b, heads),  # at least the sinks and the window
         q=q,
+        rounded=(wide_q.bfloat16(), k8, v8),
+        scales=(k_scale, v_scale),
         visible=visible,
         sink_logits=randn(4)[0].flatten(),
         key_bias=torch.randn(b, heads, n, generator=torch.Generator().manual_seed(seed + 1), device="cpu"),
@@ -248,16 +257,15 @@ CALLS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {
     "window_attention, no scores, one row": lambda x: ops.window_attention(
         x.q[:, :, -1:], x.k, x.v, x.visible[:, -1:].contiguous(), group_reduce="none", scores=False
     ),
-    "window_scores, int8": lambda x: (
-        ops.window_scores(
-            visible=x.visible, starts=x.starts, **{a: y for a, y in x.int8().items() if a not in ("v", "v_scale")}
-        ),
-    ),
+    "window_scores, int8": lambda x: (ops.window_scores(**x.int8_keys, visible=x.visible, starts=x.starts),),
     "window_attention, int8": lambda x: ops.window_attention(
-        **x.int8(), visible=x.visible, starts=x.starts, key_bias=x.key_bias
+        **x.int8, visible=x.visible, starts=x.starts, key_bias=x.key_bias
     ),
     "window_attention, int8, one row": lambda x: ops.window_attention(
-        **x.int8(1), visible=x.visible[:, -1:].contiguous(), softcap=SOFTCAP, sink_logits=x.sink_logits
+        **x.int8 | dict(q=x.rounded[0][:, :, -1:]),
+        visible=x.visible[:, -1:].contiguous(),
+        softcap=SOFTCAP,
+        sink_logits=x.sink_logits,
     ),
     "window_attention, RoPE": lambda x: ops.window_attention(
         x.q, x.k, x.v, x.visible, cos=x.angles[0], sin=x.angles[1], interleaved=True, starts=x.starts
@@ -455,8 +463,8 @@ def every_tensor(x: Inputs) -> dict[str, dict[str, Any]]:
             window, lse=ops.window_attention(v=x.v, **window)[1], row_weights=torch.rand(*x.q.shape[:3])
         ),
         "window_attention": dict(window, v=x.v, key_bias=x.key_bias, **tables),
-        "window_attention, int8": window | x.int8(),
-        "window_scores, int8": {name: y for name, y in (window | x.int8()).items() if name not in ("v", "v_scale")},
+        "window_attention, int8": window | x.int8,
+        "window_scores, int8": window | x.int8_keys,
         "drop_scores": dict(window, v=x.v),
         "select_topk": dict(scores=x.scores, k=x.keep, sinks=4, window=8, budgets=x.budgets, **span),
         "gather_kv": dict(k=x.k, v=x.v, indices=x.indices),

@@ -59,7 +59,12 @@ def shapes(d: int) -> Inputs:
     group, rows = rng.choice(GROUPS), rng.choice(ROWS)
     with FakeTensorMode():
         x = inputs(0, b=b, heads=heads, n=n, d=d, dv=dv)
-        queries = dict(q=x.q.new_empty(b, group * heads, rows, d), visible=x.visible.new_empty(b, rows))
+        wide_q, *stored = x.rounded
+        queries = dict(
+            q=x.q.new_empty(b, group * heads, rows, d),
+            rounded=(wide_q.new_empty(b, group * heads, rows, wide_q.shape[-1]), *stored),
+            visible=x.visible.new_empty(b, rows),
+        )
         per_row = dict(sink_logits=x.lse.new_empty(group * heads), lse=x.lse.new_empty(b, group * heads, rows))
         return replace(x, **queries, **per_row)
 
