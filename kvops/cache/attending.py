@@ -17,9 +17,9 @@ from ..methods.view import View
 from ..ops.api import MAX_WINDOW, window_attention
 from ..ops.flash_attention import attention
 from ..ops.window import causal_limits
-from .base import Cache, check_step
+from .base import Cache
 from .ragged import Ragged
-from .rounded import operands, query
+from .rounded import RoundedView, is_packed, operands, query
 
 
 class AttendingCache(Cache, kind="queries"):
@@ -74,10 +74,10 @@ class AttendingCache(Cache, kind="queries"):
 
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, *, readers: int = 0, **options: Any) -> Tensor:
         due = 0 if self._waiting else self._due
-        check_step(self.name, q, k_step, due)
+        self._check_step(q, k_step, due)
         with self.undone_on_error():
             self._waiting, self._observed, self.logits = readers + 1, [], options
-            view = self._step_view(due)
+            view = self._step_view(due, k_step, v_step)
             out = self._read(q, k_step, v_step, view, options)
             if count := self.policy.remembers:
                 last = q if self._queries is None else torch.cat((self._queries, q), 2)
@@ -88,18 +88,23 @@ class AttendingCache(Cache, kind="queries"):
 
     def read(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
         due = min(q.shape[2], self._due) if self._waiting else 0
-        check_step(self.name, q, k_step, due)
+        self._check_step(q, k_step, due)
         with self.undone_on_error():
             self._observed = list(self._observed)
-            view = self._step_view(self._due)
+            view = self._step_view(self._due, k_step, v_step)
             out = self._read(q, k_step, v_step, view, options)
             if not self._waiting:
                 self._evict_by_queries(view, options)
         return out
 
-    def _step_view(self, new: int) -> View:
+    def _step_view(self, new: int, k_step: Tensor, v_step: Tensor) -> View:
         """Return the policy's view of the stored slots with the step's; if heads differ in length, one to decide on."""
-        return self._stored(new=new) if self._ragged is None else self._counting_view(new)
+        if self._ragged is not None:
+            return self._counting_view(new)
+        view = self._stored(new=new)
+        if isinstance(view, RoundedView) and not is_packed(k_step):  # the first step: decide before it is rounded
+            view.decide_by(k_step, v_step)
+        return view
 
     def _read(self, q: Tensor, k_step: Tensor, v_step: Tensor, view: View, options: dict[str, Any]) -> Tensor:
         """Compute one layer's attention and add its scores to the step's. view: as `_step_view` returns it."""

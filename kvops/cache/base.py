@@ -22,9 +22,9 @@ from ..ops.int8 import ROUNDED
 from ..ops.rope import Rope
 from .memory import Memory, size, span, storage_bytes
 from .ragged import Ragged
-from .rounded import RoundedView, channels, numbers, operands, packed, query, view_of
+from .rounded import STORED, RoundedView, channels, is_packed, numbers, operands, packed, query, view_of
 
-Storage = Literal["pre_rope", "post_rope", "int8"]
+Storage = Literal["pre_rope", "post_rope", "int8", "fp8"]
 STORAGES: tuple[Storage, ...] = get_args(Storage)
 
 
@@ -74,8 +74,9 @@ class Cache:
             "post_rope" stores them rotated at their slots and rotates them again when they move, which rounds them each
             time.
             Without a rope, "int8" rounds K, as it comes, and V to int8 with a scale for each token and head
-            (`quantize_rows`): d + 16 bytes per row instead of 2 d. The first step scores and attends to its tokens
-            before they are rounded, a later one also its own tokens after it. `append` then returns rows that only
+            (`quantize_rows`), d + 16 bytes per row instead of 2 d, and "fp8" to torch.float8_e4m3fn without scales, d
+            bytes, in which numbers beyond 448 are 448. The first step scores and attends to its tokens before they
+            are rounded, a later one also its own tokens after it. `append` then returns rows that only
             `attention` can read. A policy that scores keys or values themselves gets a copy of the layer in the dtype
             of the tokens. Policies must keep K and V as they are: merge=False, and not LaCache or Attention Matching.
         attend_before_compress: If False, a step's attention reads only the kept tokens. For policies that use K and V
@@ -153,10 +154,10 @@ class Cache:
                 f"Cache: head_mode='adaptive' needs attend_before_compress=True, because the kept slots of heads that "
                 f"differ in length are no rectangle, got False with {policy!r}"
             )
-        if storage == "int8":
-            check_int8("Cache", policy, rope)
+        if storage in STORED:
+            check_rounding("Cache", storage, policy, rope)
             if not attend_before_compress:
-                raise ValueError("Cache: storage='int8' needs attend_before_compress=True, got False")
+                raise ValueError(f"Cache: storage={storage!r} needs attend_before_compress=True, got False")
         policy.check_cache(layer, num_layers)
         self.policy, self.layer, self.num_layers = policy, layer, num_layers
         self.rope, self.storage, self.attend_before_compress = rope, storage, attend_before_compress
@@ -248,7 +249,7 @@ class Cache:
 
     def _held(self, x: Tensor) -> Tensor:
         """Return rows as this cache stores them."""
-        return x if self._dtype is None else packed(x)
+        return x if self._dtype is None else packed(x, self.storage)
 
     @property
     def storage_tensors(self) -> tuple[Tensor, ...]:
@@ -426,7 +427,7 @@ class Cache:
         with self.undone_on_error():
             self._inputs = inputs if self.policy.needs.inputs else None
             k_step, v_step = self._append(k, v)
-            check_step(self.name, q, k, k.shape[2])
+            self._check_step(q, k, k.shape[2])
             out = self.attention(q, k_step, v_step, scale=scale, softcap=softcap, sink_logits=sink_logits)
             self.release()
             return out
@@ -475,8 +476,9 @@ class Cache:
 
         options: scale, softcap and sink_logits.
         """
+        self._check_numbers(k_step)
         if self._reading is not None:
-            check_step(self.name, q, k_step, min(q.shape[2], k_step.shape[2]))
+            self._check_step(q, k_step, min(q.shape[2], k_step.shape[2]))
             check_vector(self.name, "sink_logits", options.get("sink_logits"), q.shape[1], q, torch.float32)
             self._unread = False
             return self._reading.attention(q, self._read_since, **options)
@@ -491,6 +493,28 @@ class Cache:
     def release(self) -> None:
         """Free what only the attention of the last step reads, once all layers that share these keys have attended."""
         self._released, self._reading, self._inputs = self._reading is not None, None, None
+
+    def _check_step(self, q: Tensor, k: Tensor, due: int) -> None:
+        """Check that `attention` follows an `append`, and that q fits k and the t = `due` new tokens."""
+        inference_only(self.name, q=q)
+        if not due:
+            raise RuntimeError(
+                f"{self.name}: expected one attention() after each append(), got one without an append()"
+            )
+        self._check_numbers(k)
+        (b, heads, _, _), d = k.shape, channels(k)
+        if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != due or q.shape[3] != d:
+            raise ValueError(
+                f"{self.name}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of "
+                f"{heads}, {due}, {d}], got {list(q.shape)}"
+            )
+
+    def _check_numbers(self, k: Tensor) -> None:
+        if is_packed(k) and self._dtype is None:
+            raise ValueError(
+                f"{self.name}: attention needs keys and values in a floating-point dtype, got {k.dtype}; with "
+                "storage='int8' or 'fp8' a cache rounds them itself"
+            )
 
     def _record(self, q: Tensor, out: Tensor) -> Tensor:
         """Remember the queries if this is the cache of a draft."""
@@ -519,7 +543,7 @@ class Cache:
             return k, v
         t, first = k.shape[2], self._memory is None
         self._step_pads = pads = self._pads_with(t)
-        self._dtype = k.dtype if self.storage == "int8" else None
+        self._dtype = k.dtype if self.storage in STORED else None
         k_step, v_step = (k, v) if first else self._extend(self._held(k), self._held(v))
         evicted = self._store(k_step, v_step, pads, self.seen + t)
         if evicted and not self.attend_before_compress:
@@ -718,6 +742,8 @@ class Cache:
         If heads may differ in length, -1 is last in those that keep fewer.
         """
         view.inputs = view.reference = None  # the rule has run, and an eviction in place keeps the view
+        if isinstance(view, RoundedView):
+            view.decide_by(None, None)
         if self.policy.ragged:
             return self._keep_ragged(indices, view)
         pads = view.starts
@@ -771,7 +797,7 @@ class Cache:
         if self._dtype is None:
             return self.policy.move(eviction.view, eviction.indices, out)
         k, v = Policy.move(self.policy, View(*self._rows_of(eviction.view)), eviction.indices, out)
-        return packed(k), packed(v)
+        return packed(k, self.storage), packed(v, self.storage)
 
     def _rows_of(self, view: View) -> tuple[Tensor, Tensor]:
         """Return K and V of a view as they are stored."""
@@ -894,10 +920,10 @@ class Cache:
                     f"{who}: v must match k in [b, Hk, t], dtype and device, expected {list(k.shape[:3])} {k.dtype} "
                     f"{k.device}, got {list(x.shape[:3])} {x.dtype} {x.device}"
                 )
-            if self.storage == "int8" and (x.shape[3] % 16 or not x.shape[3] or x.dtype not in ROUNDED):
+            if self.storage in STORED and (x.shape[3] % 16 or not x.shape[3] or x.dtype not in ROUNDED):
                 raise ValueError(
-                    f"{who}: with storage='int8' {name} must be {', '.join(map(str, ROUNDED))} with a head_dim that is "
-                    f"a multiple of 16, got {x.dtype} {list(x.shape)}"
+                    f"{who}: with storage={self.storage!r} {name} must be {', '.join(map(str, ROUNDED))} with a "
+                    f"head_dim that is a multiple of 16, got {x.dtype} {list(x.shape)}"
                 )
             if memory is None or stored is None:
                 continue
@@ -915,16 +941,16 @@ class Cache:
             )
 
 
-def check_int8(who: str, policy: Policy, rope: Rope | None) -> None:
+def check_rounding(who: str, storage: str, policy: Policy, rope: Rope | None) -> None:
     """Check that a policy can run on rounded rows, which no move may change."""
     moves = type(policy).move is not Policy.move
     if moves or policy.merge or KEY_BIAS in policy.needs.per_slot:
         raise ValueError(
-            f"{who}: storage='int8' expected a policy that keeps K and V as they are, got {policy!r}, which "
+            f"{who}: storage={storage!r} expected a policy that keeps K and V as they are, got {policy!r}, which "
             f"{'averages values' if policy.merge else 'changes the rows that it keeps'}"
         )
     if rope is not None:
-        raise ValueError(f"{who}: storage='int8' is for caches without rope=, expected None, got a kvops.Rope")
+        raise ValueError(f"{who}: storage={storage!r} is for caches without rope=, expected None, got a kvops.Rope")
 
 
 def check_tokens(who: str, k: Tensor) -> None:
@@ -948,19 +974,6 @@ def check_inputs(who: str, inputs: LayerInputs | None, k: Tensor) -> None:
     if ids is not None and (ids.shape != (b, t) or ids.is_floating_point()):
         raise ValueError(
             f"{who}: inputs.token_ids must be integers of shape [{b}, {t}], got {ids.dtype} {list(ids.shape)}"
-        )
-
-
-def check_step(who: str, q: Tensor, k: Tensor, due: int) -> None:
-    """Check that `attention` follows an `append`, and that q, [b, Hq, t, d], fits k and the t = `due` new tokens."""
-    inference_only(who, q=q)
-    if not due:
-        raise RuntimeError(f"{who}: expected one attention() after each append(), got one without an append()")
-    (b, heads, _, _), d = k.shape, channels(k)
-    if q.dim() != 4 or q.shape[0] != b or q.shape[1] % heads or q.shape[2] != due or q.shape[3] != d:
-        raise ValueError(
-            f"{who}: q must be [b, Hq, t, d] for the tokens just appended, expected [{b}, a multiple of {heads}, "
-            f"{due}, {d}], got {list(q.shape)}"
         )
 
 

@@ -22,10 +22,10 @@ from ..methods.registry import as_policy
 from ..ops.api import MAX_WINDOW, compact_kv_, window_attention
 from ..ops.checks import check_bool, check_choice, check_int, inference_only
 from ..ops.int8 import ROUNDED
-from .base import check_int8
+from .base import check_rounding
 from .by_slot import widened
 from .memory import size, span, storage_bytes
-from .rounded import SCALE, channels, is_packed, operands, packed, query, view_of
+from .rounded import STORED, channels, extra, is_packed, operands, packed, query, view_of
 from .schedule import Schedule
 
 
@@ -96,7 +96,8 @@ class PagedCache:
         by_head: Whether heads may hold different numbers of slots. Needs a policy that scores each head on its own and
             keeps all tokens of decode.
         storage: "int8" rounds K and V to int8 with a scale for each token and head (`quantize_rows`): pages then have
-            d + 16 bytes per row. All attention reads the rounded rows. Policies as for `Cache`.
+            d + 16 bytes per row. "fp8" rounds them to torch.float8_e4m3fn, held as torch.uint8, in which numbers beyond
+            448 are 448. All attention reads the rounded rows. Policies as for `Cache`.
         dtype: dtype of K and V; None: torch's default.
         device: Device of K and V; None: torch's default.
 
@@ -124,7 +125,7 @@ class PagedCache:
         page_size: int = 16,
         evict: str = "prompt",
         by_head: bool = False,
-        storage: Literal["int8"] | None = None,
+        storage: Literal["int8", "fp8"] | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ):
@@ -142,22 +143,23 @@ class PagedCache:
                 f"got {evict!r}"
             )
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        rounds = storage is not None
-        if rounds:
-            check_choice("PagedCache", "storage", str(storage), ("int8",))
-            check_int8("PagedCache", policy, None)
+        if not self.dtype.is_floating_point:
+            raise ValueError(f"PagedCache: dtype must be a floating-point dtype, got {self.dtype}")
+        if storage is not None:
+            check_choice("PagedCache", "storage", str(storage), tuple(STORED))
+            check_rounding("PagedCache", storage, policy, None)
             if any(d % 16 for d in dims.values()) or self.dtype not in ROUNDED:
                 raise ValueError(
-                    "PagedCache: storage='int8' rounds torch.float32, float16 or bfloat16 with head dims that are "
-                    f"multiples of 16, got {self.dtype} and {[*dims.values()]}"
+                    f"PagedCache: storage={storage!r} rounds torch.float32, float16 or bfloat16 with head dims that "
+                    f"are multiples of 16, got {self.dtype} and {[*dims.values()]}"
                 )
         self.policy, self.page_size, self.num_layers, self.heads = policy, page_size, num_layers, kv_heads
-        self.num_pages, self.by_head = num_pages, by_head
+        self.num_pages, self.by_head, self.storage = num_pages, by_head, storage
         self._rows = kv_heads if by_head else 1  # rows per request in a kernel call
 
         def per_layer(d: int) -> list[Tensor]:
-            shape = num_pages, 1 if by_head else kv_heads, page_size, d + SCALE * rounds
-            kind = torch.int8 if rounds else dtype
+            shape = num_pages, 1 if by_head else kv_heads, page_size, d + extra(storage)
+            kind = dtype if storage is None else STORED[storage]
             made = torch.empty(1 if by_head else num_layers, *shape, dtype=kind, device=device)
             return list(made.expand(num_layers, *shape).unbind())
 
@@ -449,7 +451,7 @@ class Step:
         q_rows, k_rows, v_rows = (x.reshape(len(rows.table), -1, *x.shape[2:]) for x in (q, k, v))
         for pages, x in ((k_pages, k_rows), (v_pages, v_rows)):
             new = x[rows.row, :, rows.column]
-            pages[rows.page, :, rows.slot] = packed(new) if is_packed(pages) else new
+            pages[rows.page, :, rows.slot] = new if cache.storage is None else packed(new, cache.storage)
         adds_up = bool(policy.needs.per_slot)
         observe: dict[str, Any] = {"scores": adds_up}
         if adds_up and isinstance(policy, QueryPolicy):

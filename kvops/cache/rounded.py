@@ -1,7 +1,8 @@
-"""Rows of K and V rounded to int8, each with its scale beside it: storage="int8".
+"""Rows of K and V rounded to a byte per number: storage="int8" and storage="fp8".
 
-A row of d channels takes d + 16 bytes: the integers, the scale in fp32, and 12 bytes of zeros, because operators move
-rows of whole 16-byte pieces. So whatever moves a row moves its scale, and a cache needs nothing else.
+int8: A row of d channels takes d + 16 bytes: the integers, the scale in fp32, and 12 bytes of zeros, because operators
+move rows of whole 16-byte pieces. So whatever moves a row moves its scale, and a cache needs nothing else.
+fp8: d bytes, torch.float8_e4m3fn without a scale, held as torch.uint8, which torch can index.
 """
 
 from __future__ import annotations
@@ -14,13 +15,26 @@ from torch import Tensor
 from ..methods.view import View
 from ..ops.int8 import dequantize_rows, quantize_rows
 
-SCALE = 16  # bytes of a row that hold its scale
+STORED = {"int8": torch.int8, "fp8": torch.uint8}  # the dtype of packed rows, by storage
+FP8 = torch.float8_e4m3fn
+SCALE = 16  # bytes of an int8 row that hold its scale
 
 
-def packed(x: Tensor) -> Tensor:
-    """Round rows, [..., d], to int8 [..., d + 16]. Rows that are packed already stay as they are."""
+def extra(storage: str | None) -> int:
+    """The bytes that a packed row takes beside its numbers."""
+    return SCALE if storage == "int8" else 0
+
+
+def packed(x: Tensor, storage: str) -> Tensor:
+    """Round rows, [..., d], to int8 [..., d + 16] or uint8 [..., d]. Rows that are packed stay as they are.
+
+    fp8 takes numbers beyond its range as its largest, 448, and infinities as NaN.
+    """
     if is_packed(x):
         return x
+    if storage == "fp8":
+        largest = torch.finfo(FP8).max
+        return x.clamp(-largest, largest).masked_fill_(x.isinf(), torch.nan).to(FP8).view(torch.uint8)
     rows, scales = quantize_rows(x)
     out = rows.new_zeros(*x.shape[:-1], x.shape[-1] + SCALE)
     out[..., : x.shape[-1]] = rows
@@ -29,30 +43,38 @@ def packed(x: Tensor) -> Tensor:
 
 
 def is_packed(x: Tensor) -> bool:
-    """Whether these are packed rows; a cache stores no other int8."""
-    return x.dtype == torch.int8
+    """Whether these are packed rows; a cache that rounds stores no others of these dtypes."""
+    return x.dtype in STORED.values()
 
 
 def channels(x: Tensor) -> int:
     """The channels of rows, packed or not."""
-    return x.shape[-1] - SCALE * is_packed(x)
+    return x.shape[-1] - SCALE * (x.dtype == torch.int8)
 
 
 def split(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the integers, [..., d], and the scales, fp32 [...], of packed rows."""
+    """Return views of the integers, [..., d], and the scales, fp32 [...], of packed int8 rows."""
     return x[..., :-SCALE], x.view(torch.float32)[..., -SCALE // 4]
 
 
 def numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers that packed rows stand for, rounded to `dtype`; other rows as they are."""
-    return dequantize_rows(*split(x), dtype) if is_packed(x) else x
+    if x.dtype == torch.int8:
+        return dequantize_rows(*split(x), dtype)
+    return x.view(FP8).to(dtype) if is_packed(x) else x
+
+
+def operand(name: str, x: Tensor) -> dict[str, Any]:
+    """Return rows as the operators' argument of this name, packed int8 rows with their scales."""
+    if x.dtype == torch.int8:
+        rows, scales = split(x)
+        return {name: rows, f"{name}_scale": scales}
+    return {name: x.view(FP8) if is_packed(x) else x}
 
 
 def operands(k: Tensor, v: Tensor) -> dict[str, Any]:
     """Return K and V as the arguments of `attention` and `window_attention`."""
-    if not is_packed(k):
-        return {"k": k, "v": v}
-    return dict(zip(("k", "k_scale", "v", "v_scale"), (*split(k), *split(v))))
+    return operand("k", k) | operand("v", v)
 
 
 def query(q: Tensor, k: Tensor) -> Tensor:
@@ -87,6 +109,10 @@ class RoundedView(View):
     def rows(self) -> int:
         return len(self.keys if self.block_table is None else self.block_table)
 
+    def decide_by(self, k: Tensor | None, v: Tensor | None) -> None:
+        """Let `k` and `v` be the numbers from before they were rounded. None: forget all numbers."""
+        self._k, self._v = k, v
+
     @property
     def packed(self) -> tuple[Tensor, Tensor]:
         """K and V as they are stored."""
@@ -118,7 +144,5 @@ class RoundedView(View):
 
     @property
     def scored_keys(self) -> tuple[Tensor, dict[str, Tensor]]:
-        if not is_packed(self.keys):
-            return super().scored_keys
-        rows, scales = split(self.keys)
-        return rows, {"k_scale": scales}
+        found = operand("k", self.keys)
+        return found.pop("k"), found

@@ -12,7 +12,7 @@ from ..methods.view import LayerInputs
 from ..ops import rope_at_slots, window_attention
 from ..ops.flash_attention import attention
 from ..ops.rope import Rope, Tables
-from .base import Cache, Eviction, check_inputs, check_step, check_tokens
+from .base import Cache, Eviction, check_inputs, check_tokens
 
 #: Steps of at most this many rows, drafts included, rotate keys as the attention reads them. Longer steps are prompt
 #: chunks, and K is rotated once for them.
@@ -54,7 +54,7 @@ class SlotCache(Cache, kind="slots"):
         with self.undone_on_error():
             self._inputs = inputs if self.policy.needs.inputs else None
             k_step, v_step = self._append(k, v)
-            check_step(self.name, q, k, k.shape[2])
+            self._check_step(q, k, k.shape[2])
             options = dict(scale=scale, softcap=softcap, sink_logits=sink_logits)
             out = self.attention(q, k_step, v_step, positions=positions, **options)
             self.release()
@@ -64,8 +64,8 @@ class SlotCache(Cache, kind="slots"):
         self, q: Tensor, k_step: Tensor, v_step: Tensor, *, positions: Tensor | None = None, **options: Any
     ) -> Tensor:
         """Compute the attention of the tokens just appended, as `Cache.attention`. positions: as in `attend`."""
-        who, t = self.name, k_step.shape[2]
-        check_step(who, q, k_step, self._due)
+        t = k_step.shape[2]
+        self._check_step(q, k_step, self._due)
         positions = self._check_positions(positions, k_step)
         with self.undone_on_error():
             n, pads = len(self), self._pads_with(t)

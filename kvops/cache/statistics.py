@@ -13,7 +13,7 @@ from ..methods.statistics import Moments, pooled, unrotated
 from ..methods.view import OfLayer, View
 from ..ops.rope import Rope
 from .attending import check_attended
-from .base import Cache, check_step
+from .base import Cache
 
 BLOCK = 1024  # queries that are converted to fp64 at a time
 
@@ -61,7 +61,7 @@ class StatisticsCache(Cache, kind="statistics"):
         return not self._due and super()._may_evict(new)
 
     def attention(self, q: Tensor, k_step: Tensor, v_step: Tensor, **options: Any) -> Tensor:
-        check_step(self.name, q, k_step, self._due)
+        self._check_step(q, k_step, self._due)
         with self.undone_on_error():
             out = super().attention(q, k_step, v_step, **options)
             new, self._due = self._due, 0

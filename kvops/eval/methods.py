@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..cache.base import Storage
+from ..cache.rounded import STORED
 from ..methods import Policy
 from ..methods.registry import Entry, find
 from ..methods.table import METHODS as METHODS
@@ -148,7 +149,7 @@ def rule(spec: str) -> Rule:
 
     Args:
         spec: "keydiff", "keydiff:recent=0.1,sinks=4", or "path/to/file.py:Class". Options are the policy's settings,
-            and storage=int8, with which the caches round keys and values to int8.
+            and storage=int8 or storage=fp8, with which the caches round keys and values.
             The case of the names in `METHODS` does not matter.
 
     Raises:
@@ -159,8 +160,8 @@ def rule(spec: str) -> Rule:
     known = options_of(entry.policy)
     for key, value in options.items():
         if key == "storage":
-            if value != "int8":
-                raise ValueError(f"method {spec!r}: storage must be int8, got {value!r}")
+            if value not in STORED:
+                raise ValueError(f"method {spec!r}: storage must be one of {', '.join(STORED)}, got {value!r}")
             continue
         if key not in known:
             raise ValueError(

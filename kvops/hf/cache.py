@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 from ..cache import AttendingCache, Cache
 from ..cache.base import Storage
 from ..cache.memory import size, span, storage_bytes
-from ..cache.rounded import channels
+from ..cache.rounded import STORED, channels
 from ..methods import LAQ, Policy, QueryPolicy
 from ..methods.registry import as_policy
 from ..methods.repeating import RepeatPolicy
@@ -242,10 +242,10 @@ class KVCache(DynamicCache):
             policy.check_words()  # before the model reads the prompt
         conversation = Conversation(declared_pads(attention_mask, pads))
         own = config.get_text_config(decoder=True)._attn_implementation == ATTENTION
-        if storage == "int8" and not own:
+        if storage in STORED and not own:
             raise ValueError(
-                "KVCache: storage='int8' is read by the library's attention, which this model does not use, expected "
-                "kvops.hf.use_attention(model) before making the cache"
+                f"KVCache: storage={storage!r} is read by the library's attention, which this model does not use, "
+                "expected kvops.hf.use_attention(model) before making the cache"
             )
         if own:
             check_attention("KVCache", config)

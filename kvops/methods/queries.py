@@ -196,7 +196,7 @@ class QueryPolicy(BudgetPolicy):
             )
         k, of_keys = (view.k, {}) if self.score == "drop" else view.scored_keys
         options |= of_keys
-        q = q.to(torch.bfloat16) if k.dtype == torch.int8 else q
+        q = q.to(torch.bfloat16) if k.element_size() == 1 else q
         parts = [
             summed_scores(q, k, visible, lse, prefix, reduce=rows, group_reduce=group, **options)
             for rows, group in self.reductions

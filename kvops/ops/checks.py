@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 # Numbers and names.
 
+BYTES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8  # dtypes of K and V whose queries are bf16
 PLAIN = (int, float, str, type(None), tuple, list, Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -418,10 +419,10 @@ def check_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(f"{op}: {name} must be [b, heads, tokens, head_dim], got shape {list(x.shape)}")
-        int8 = name != "q" and k.dtype == torch.int8 and q.dtype == torch.bfloat16
-        if x.dtype != (torch.int8 if int8 else q.dtype) or x.device != q.device:
-            wanted = f"k's dtype and q's device, {k.dtype}" if int8 else f"q's dtype and device, {q.dtype}"
-            more = "" if int8 else " (or torch.int8, as v, if q is torch.bfloat16)" if name == "k" else ""
+        narrow = name != "q" and k.dtype in BYTES and q.dtype == torch.bfloat16
+        if x.dtype != (k.dtype if narrow else q.dtype) or x.device != q.device:
+            wanted = f"k's dtype and q's device, {k.dtype}" if narrow else f"q's dtype and device, {q.dtype}"
+            more = "" if narrow else " (or fp8 or torch.int8, as v, if q is torch.bfloat16)" if name == "k" else ""
             raise ValueError(f"{op}: {name} must have {wanted} {q.device}{more}, got {x.dtype} {x.device}")
     b, query_heads, t, d = q.shape
     heads, n = k.shape[1:3]

@@ -89,7 +89,8 @@ def attention(
 
     Args:
         q: [b, Hq, t, d], torch.float32, float16 or bfloat16. Query head h belongs to KV head h // (Hq / Hk).
-        k: [b, Hk, n, d] of q's dtype, or torch.int8 with `k_scale` and `v_scale`; q is then torch.bfloat16.
+        k: [b, Hk, n, d] of q's dtype. Or, if q is torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, or torch.int8
+            with `k_scale` and `v_scale`, which only the backend "kvops" supports.
         v: [b, Hk, n, dv] of k's dtype.
         causal: If True, the t queries belong to the last t of the n keys, and query i sees keys up to n - t + i. If
             False, each query sees all keys.
@@ -100,8 +101,7 @@ def attention(
         sink_logits: fp32 [Hq], one more logit in each row's softmax that belongs to no key. The lse is without it.
         key_bias: fp32 [b, Hk, n], added to the logits of each key, as in `ops.window_attention`; only the backend
             "kvops" supports it.
-        k_scale: fp32 [b, Hk, n], what int8 keys are multiplied by (`quantize_rows`); only the backend "kvops" supports
-            it.
+        k_scale: fp32 [b, Hk, n], what int8 keys are multiplied by (`quantize_rows`).
         v_scale: The same for the values.
         backend: A name from `attention_backends()`, which must support this call; None selects the best that does.
 
@@ -230,6 +230,8 @@ class _Flash(_Backend):
             return "it does not support softcap"
         if call.by_key:
             return f"it does not support {' and '.join(call.by_key)}"
+        if k.dtype != q.dtype:
+            return f"it does not support {k.dtype} keys"
         if q.is_cuda and q.dtype == torch.float32:
             return "it does not support torch.float32"
         if d != dv and not self.own_dv:

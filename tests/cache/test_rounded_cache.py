@@ -1,4 +1,4 @@
-"""Caches of int8 rows: `kvops.Cache(storage="int8")`."""
+"""Caches of rounded rows: `kvops.Cache(storage="int8")` and "fp8"."""
 
 import copy
 import pickle
@@ -14,6 +14,9 @@ from test_policies import POLICIES
 pytestmark = kit.every_device
 
 N, STEPS, D, DV = 60, 12, 16, 48
+#: The dtype of what is stored, and the bytes of a row beside its numbers.
+BYTES = {"int8": (torch.int8, 16), "fp8": (torch.uint8, 0)}
+every_storage = pytest.mark.parametrize("storage", BYTES)
 #: For these head dims.
 POLICIES = {
     name: replace(x, w_o=torch.ones(24, 4 * DV).cumsum(0)) if getattr(x, "w_o", None) is not None else x
@@ -25,7 +28,7 @@ ADAPTIVE = {
     "keydiff-adaptive": kvops.KeyDiff(20, head_mode="adaptive", recent=2, buffer=4),
     "snapkv-adaptive": kvops.SnapKV(20, window=4, head_mode="adaptive"),
 }
-#: Without those whose stages only a model runs (test_hf_int8.py), and those that need a rope.
+#: Without those whose stages only a model runs (test_hf_rounded.py), and those that need a rope.
 STREAMING = {
     name: x for name, x in POLICIES.items() if name not in REFUSED and not x.needs.stage and not x.needs.statistics
 } | ADAPTIVE
@@ -38,7 +41,9 @@ def tokens(dtype=torch.bfloat16, b=2, n=N + STEPS):
     return kit.randn(b, 4, n, D, seed=1).to(dtype), k, v
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def rounded(storage: str, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    if storage == "fp8":
+        return x.to(torch.float8_e4m3fn).to(dtype or x.dtype)
     return kvops.dequantize_rows(*kvops.quantize_rows(x), dtype or x.dtype)
 
 
@@ -62,18 +67,19 @@ def attended(q, k, v, first):
     return (logits.masked_fill(hidden, -torch.inf).softmax(-1) @ v.unsqueeze(2)).flatten(1, 2)
 
 
+@every_storage
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
-def test_what_is_stored(policy, dtype):
+def test_what_is_stored(policy, dtype, storage):
     """Prompt, second turn, decode: the kept rows are those of the sequence, rounded once, and less memory holds them;
     each step attends to the rows that were there before it."""
     q, k, v = tokens(dtype)
-    cache = made(policy, storage="int8")
+    cache = made(policy, storage=storage)
     whole, turn = slice(0, N), slice(N, N + 6)
     out = cache.attend(q[:, :, whole], k[:, :, whole], v[:, :, whole], **inputs(policy, q, whole))
     torch.testing.assert_close(out.double(), attended(*(x[:, :, whole] for x in (q, k, v)), 1), rtol=2e-2, atol=2e-2)
-    back = rounded(k), rounded(v)
-    exact = rounded(k, torch.float64), rounded(v, torch.float64)
+    back = rounded(storage, k), rounded(storage, v)
+    exact = rounded(storage, k, torch.float64), rounded(storage, v, torch.float64)
     for part in (turn, *(slice(i, i + 1) for i in range(N + 6, N + STEPS))):
         held = cache.positions
         if not cache.ragged:
@@ -92,14 +98,16 @@ def test_what_is_stored(policy, dtype):
             assert (order[..., 1:] >= order[..., :-1]).all()
             assert torch.equal(found, expected)
     rows = cache.storage_tensors
-    assert all(x.dtype == torch.int8 for x in rows) and rows[0].shape[-1] == D + 16 and rows[1].shape[-1] == DV + 16
+    kind, more = BYTES[storage]
+    assert all(x.dtype == kind for x in rows) and [x.shape[-1] for x in rows[:2]] == [D + more, DV + more]
 
 
+@every_storage
 @pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
-def test_it_keeps_what_a_cache_keeps(policy):
+def test_it_keeps_what_a_cache_keeps(policy, storage):
     """The prompt is scored before it is rounded."""
     q, k, v = tokens()
-    caches = [made(policy, storage=x) for x in ("int8", "pre_rope")]
+    caches = [made(policy, storage=x) for x in (storage, "pre_rope")]
     whole = slice(0, N)
     for cache in caches:
         cache.attend(*(x[:, :, whole] for x in (q, k, v)), **inputs(policy, q, whole))
@@ -108,15 +116,16 @@ def test_it_keeps_what_a_cache_keeps(policy):
     assert torch.equal(mine, other)
 
 
+@every_storage
 @pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
-def test_padded_batches(policy):
+def test_padded_batches(policy, storage):
     """They run with every policy, and hold rows of the padded prompt."""
     q, k, v = tokens(b=3)
-    cache, whole = made(policy, storage="int8"), slice(0, N)
+    cache, whole = made(policy, storage=storage), slice(0, N)
     cache.set_pads(kit.int32(0, 7, 20))
     for part in (whole, *(slice(i, i + 1) for i in range(N, N + STEPS))):
         cache.attend(*(x[:, :, part] for x in (q, k, v)), **inputs(policy, q, part))
-    positions, back = cache.positions, rounded(k)
+    positions, back = cache.positions, rounded(storage, k)
     at = positions.clamp(min=0).unsqueeze(-1).expand(-1, -1, -1, D)
     want = back.gather(2, at).masked_fill((positions < 0).unsqueeze(-1), 0)
     padding = torch.zeros(3, dtype=torch.int32) if cache.pads is None else cache.pads  # these slots hold anything
@@ -124,16 +133,17 @@ def test_padded_batches(policy):
     assert torch.equal(cache.k[token], want[token]) and token.any(-1).all()
 
 
+@every_storage
 @pytest.mark.parametrize(
     "policy", [kvops.SnapKV(20, window=4), kvops.KeyDiff(20, buffer=4), ADAPTIVE["keydiff-adaptive"]], ids=str
 )
-def test_padding_beams_copies_and_errors(policy):
+def test_padding_beams_copies_and_errors(policy, storage):
     q, k, v = tokens(b=3)
-    cache = kvops.Cache(policy, storage="int8")
+    cache = kvops.Cache(policy, storage=storage)
     cache.set_pads(kit.int32(0, 7, 20))
     whole = slice(0, N)
     cache.attend(*(x[:, :, whole] for x in (q, k, v)))
-    alone = kvops.Cache(policy, storage="int8")
+    alone = kvops.Cache(policy, storage=storage)
     alone.attend(*(x[1:2, :, 7:N] for x in (q, k, v)))
     held = cache.positions[1] - 7
     for h in range(2):
@@ -158,31 +168,53 @@ def test_padding_beams_copies_and_errors(policy):
         cache.append(v[:, :, more], v[:, :, more])
 
 
-def test_errors():
+@every_storage
+def test_errors(storage):
     for name in REFUSED:
-        with kit.refuses("storage='int8' expected a policy that keeps K and V as they are"):
-            kvops.Cache(POLICIES[name], storage="int8")
-    with kit.refuses("storage='int8' is for caches without rope=, expected None, got a kvops.Rope"):
-        kvops.Cache(kvops.StreamingLLM(20, positions="slots"), storage="int8", rope=kvops.Rope.of(16))
-    with kit.refuses("storage='int8' needs attend_before_compress=True, got False"):
-        kvops.Cache(kvops.KeyDiff(20), storage="int8", attend_before_compress=False)
-    cache = kvops.Cache(kvops.KeyDiff(20), storage="int8")
+        with kit.refuses(f"storage='{storage}' expected a policy that keeps K and V as they are"):
+            kvops.Cache(POLICIES[name], storage=storage)
+    with kit.refuses(f"storage='{storage}' is for caches without rope=, expected None, got a kvops.Rope"):
+        kvops.Cache(kvops.StreamingLLM(20, positions="slots"), storage=storage, rope=kvops.Rope.of(16))
+    with kit.refuses(f"storage='{storage}' needs attend_before_compress=True, got False"):
+        kvops.Cache(kvops.KeyDiff(20), storage=storage, attend_before_compress=False)
+    cache = kvops.Cache(kvops.KeyDiff(20), storage=storage)
     k, v = kit.kv(1, 2, 8, 24)
-    with kit.refuses("with storage='int8' k must be torch.float32, .* with a head_dim that is a multiple of 16"):
+    with kit.refuses(f"with storage='{storage}' k must be torch.float32, .* with a head_dim that is a multiple of 16"):
         cache.append(k, v)
-    with kit.refuses("with storage='int8' k must be torch.float32, .* got torch.int8"):
+    with kit.refuses(f"with storage='{storage}' k must be torch.float32, .* got torch.int8"):
         cache.append(*(x[..., :16].to(torch.int8) for x in (k, v)))
 
 
-def test_int8_of_the_callers_own_is_only_moved():
-    """Without storage="int8" a cache takes int8 rows as they are, for an attention elsewhere."""
-    k, v = (x.to(torch.int8) for x in kit.kv(1, 2, 40, 32))
+def test_fp8_is_saturated():
+    """Numbers beyond the range are the largest, and infinities NaN, so that neither hides."""
+    k, v = kit.kv(1, 2, 8, 16)
+    k[0, 0, 1, 2], k[0, 1, 3, 4], v[0, 1, 5, 6], v[0, 0, 7, 8] = 1e4, -torch.inf, torch.inf, -449
+    cache = kvops.Cache(kvops.KeyDiff(20), storage="fp8")
+    cache.append(k, v)
+    want = [x.clamp(-448, 448).masked_fill(x.isinf(), torch.nan).to(torch.float8_e4m3fn).float() for x in (k, v)]
+    assert kit.same((cache.k, cache.v), tuple(want))
+    assert cache.k[0, 0, 1, 2] == 448 and cache.k.isnan().sum() == 1
+    assert cache.v[0, 0, 7, 8] == -448 and cache.v.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+def test_bytes_of_the_callers_own_are_only_moved(dtype):
+    """Without a storage that rounds, a cache takes one-byte rows as they are, for an attention elsewhere."""
+    k, v = (x.to(torch.int8).view(dtype) for x in kit.kv(1, 2, 40, 32))
     cache = kvops.Cache(kvops.StreamingLLM(20))
     cache.append(k[:, :, :30], v[:, :, :30])
     for i in range(30, 40):
         cache.append(k[:, :, i : i + 1], v[:, :, i : i + 1])
     at = cache.positions.unsqueeze(-1).expand(-1, -1, -1, 32)
     assert kit.same((cache.k, cache.v), (k.gather(2, at), v.gather(2, at)))
+    step = k[:, :, :1], v[:, :, :1]
+    message = f"attention needs keys and values in a floating-point dtype, got {dtype}"
+    with kit.refuses(message):
+        cache.attend(torch.ones(1, 2, 1, 32, dtype=torch.bfloat16), *step)
+    with kit.refuses(message):
+        cache.attention(torch.ones(1, 2, 1, 32, dtype=torch.bfloat16), *cache.append(*step))
+    with kit.refuses(message):
+        kvops.Cache(kvops.SnapKV(20, window=4)).attend(torch.ones(1, 2, 30, 16).bfloat16(), k[:, :, :30], v[:, :, :30])
 
 
 PAGED = "keydiff lagkv snapkv chunkkv pyramidkv h2o tova r-kv criticalkv random dropkv".split()
@@ -192,15 +224,16 @@ PAGED_POLICIES = [POLICIES[x] for x in PAGED if x in POLICIES] + [
 ]
 
 
+@every_storage
 @pytest.mark.parametrize("by_head", [False, True])
 @pytest.mark.parametrize("policy", PAGED_POLICIES, ids=str)
-def test_pages(policy, by_head):
+def test_pages(policy, by_head, storage):
     """A PagedCache of rounded rows is one whose tokens were rounded before: same slots, nearly the same outputs."""
     sizes = dict(num_layers=2, kv_heads=2, head_dim=D, v_head_dim=DV, page_size=8, dtype=torch.float32)
     try:
-        caches = [kvops.PagedCache(policy, 200, by_head=by_head, storage=x, **sizes) for x in ("int8", None)]
+        caches = [kvops.PagedCache(policy, 200, by_head=by_head, storage=x, **sizes) for x in (storage, None)]
     except ValueError as error:
-        assert "int8" not in str(error)
+        assert "storage" not in str(error)
         pytest.skip(str(error))
     outs: list[list] = [[], []]
     for out, cache in zip(outs, caches):
@@ -212,7 +245,7 @@ def test_pages(policy, by_head):
                     shapes = (4, D), (2, D), (2, DV)
                     q, k, v = (kit.randn(2, h, max(counts), d, seed=i) for i, (h, d) in zip(seeds, shapes))
                     if cache is caches[1]:
-                        q, k, v = q.bfloat16().float(), rounded(k), rounded(v)
+                        q, k, v = q.bfloat16().float(), rounded(storage, k), rounded(storage, v)
                     out.append(step.attend(layer, q, k, v))
     for mine, other in zip(*outs):
         assert mine.dtype == torch.float32
@@ -226,22 +259,21 @@ def test_pages(policy, by_head):
         sum(x.nbytes for x in (caches[0].k[0], caches[0].v[0])),
         sum(x.nbytes for x in (caches[1].k[0], caches[1].v[0])),
     )
-    assert rows[0] * (D + DV) * 4 == rows[1] * (D + DV + 32)
+    assert rows[0] * (D + DV) * 4 == rows[1] * (D + DV + 2 * BYTES[storage][1])
 
 
-def test_errors_of_pages():
+@every_storage
+def test_errors_of_pages(storage):
     sizes = dict(num_layers=1, kv_heads=2, head_dim=16)
     for changes, message in (
-        (dict(head_dim=24), "storage='int8' rounds .* multiples of 16, got torch.float32 and .24, 24."),
-        (dict(dtype=torch.float8_e5m2), "storage='int8' rounds .*, got torch.float8_e5m2"),
-        (
-            dict(storage="int4"),
-            "PagedCache: storage must be one of 'int8', got 'int4'",
-        ),
+        (dict(head_dim=24), f"storage='{storage}' rounds .* multiples of 16, got torch.float32 and .24, 24."),
+        (dict(dtype=torch.float8_e5m2), f"storage='{storage}' rounds .*, got torch.float8_e5m2"),
+        (dict(dtype=torch.int8), "PagedCache: dtype must be a floating-point dtype, got torch.int8"),
+        (dict(storage="int4"), "PagedCache: storage must be one of 'int8', 'fp8', got 'int4'"),
     ):
         with kit.refuses(message):
-            kvops.PagedCache(kvops.KeyDiff(20), 8, **sizes | dict(storage="int8") | changes)
-    cache = kvops.PagedCache(kvops.KeyDiff(20), 8, storage="int8", **sizes)
+            kvops.PagedCache(kvops.KeyDiff(20), 8, **sizes | dict(storage=storage) | changes)
+    cache = kvops.PagedCache(kvops.KeyDiff(20), 8, storage=storage, **sizes)
     k, _ = kit.kv(1, 2, 4, 32)
     with cache.step([cache.join(prompt=4)], 4) as step:
         with kit.refuses("PagedCache: k must be .1, 2, 4, 16. torch.float32", "got .1, 2, 4, 32."):

@@ -437,15 +437,15 @@ def test_the_notebook_runs(monkeypatch, capsys):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_caches_that_round(loaded, share):
+@pytest.mark.parametrize("share, storage", [(False, "int8"), (True, "int8"), (True, "fp8")])
+def test_caches_that_round(loaded, share, storage):
     """storage=int8 of any method holds as many tokens in fewer bytes, and says what it is."""
-    methods = [f"{name}{more}" for name in ("full", "snapkv", "laq") for more in ("", ":storage=int8")]
+    methods = [f"{name}{more}" for name in ("full", "snapkv", "laq") for more in ("", f":storage={storage}")]
     rows = {x["method"]: x for x in kvops.eval.run(*loaded, methods=methods, **SMALL, share_prefill=share).rows}
     for name in ("Full", "SnapKV", "LAQ"):
-        plain, rounded = rows[name], rows[f"{name} storage=int8"]
+        plain, rounded = rows[name], rows[f"{name} storage={storage}"]
         assert plain["tokens"] == rounded["tokens"] and plain["bytes_full"] == rounded["bytes_full"]
         assert rounded["bytes_held"] < 0.8 * plain["bytes_held"]
         assert abs(plain["partial"] - rounded["partial"]) <= 0.25
-    with pytest.raises(ValueError, match="method 'keydiff:storage=int4': storage must be int8, got 'int4'"):
+    with pytest.raises(ValueError, match="method 'keydiff:storage=int4': storage must be one of int8, fp8, got 'int4'"):
         kvops.eval.run(*loaded, methods=["keydiff:storage=int4"], **SMALL)

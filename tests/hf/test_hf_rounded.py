@@ -1,4 +1,4 @@
-"""`kvops.hf` with caches of int8 rows (storage="int8")."""
+"""`kvops.hf` with caches of rounded rows (storage="int8" and "fp8")."""
 
 import pytest
 import torch
@@ -15,36 +15,51 @@ from test_hf import make_model, make_prompts  # noqa: E402
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+every_storage = pytest.mark.parametrize("storage", ["int8", "fp8"])
+
+
+def rounded(storage, x):
+    if storage == "fp8":
+        return x.to(torch.float8_e4m3fn).to(x.dtype)
+    return kvops.dequantize_rows(*kvops.quantize_rows(x), x.dtype)
+
+
 class Rounded(DynamicCache):
     """A full cache of rounded rows; the first step attends to its own tokens before they are rounded."""
 
+    def __init__(self, storage):
+        super().__init__()
+        self.storage = storage
+
     def update(self, keys, values, layer, *args, **kwargs):
         first = self.get_seq_length(layer) == 0
-        back = [kvops.dequantize_rows(*kvops.quantize_rows(x), x.dtype) for x in (keys, values)]
+        back = [rounded(self.storage, x) for x in (keys, values)]
         stored = super().update(*back, layer, *args, **kwargs)
         return (keys, values) if first else stored
 
 
+@every_storage
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_full_cache_is_a_rounded_one(dtype):
+def test_a_full_cache_is_a_rounded_one(dtype, storage):
     """Queries are rounded to bf16 on the way, which float32 shows."""
     model = make_model().to(dtype)
     ids, _ = make_prompts(40)
     with torch.no_grad():
-        want, cache = [], Rounded()
+        want, cache = [], Rounded(storage)
         for part in (ids[:, :32], ids[:, 32:36], *ids[:, 36:].split(1, 1)):
             want.append(model(part, past_key_values=cache).logits)
         kvops.hf.use_attention(model)
-        cache = KVCache(model.config, kvops.Full(), storage="int8")
+        cache = KVCache(model.config, kvops.Full(), storage=storage)
         for part, expected in zip((ids[:, :32], ids[:, 32:36], *ids[:, 36:].split(1, 1)), want):
             found = model(part, past_key_values=cache).logits
             exact = part.shape[1] == 32 and dtype == torch.float32
             tolerance = 1e-4 if exact else 2e-2
             torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance * 8)
     layer = cache.layers[0].cache
-    assert layer.k.dtype == dtype and all(x.dtype == torch.int8 for x in layer.storage_tensors)
+    assert layer.k.dtype == dtype and all(x.dtype in (torch.int8, torch.uint8) for x in layer.storage_tensors)
 
 
+@every_storage
 @pytest.mark.parametrize(
     "policy",
     [
@@ -57,34 +72,35 @@ def test_a_full_cache_is_a_rounded_one(dtype):
     ],
     ids=str,
 )
-def test_policies(policy):
+def test_policies(policy, storage):
     """A padded batch: as many tokens are kept, in about half of the bytes, and the model says nearly the same."""
     model = make_model(head_dim=64).bfloat16()
     ids, mask = make_prompts(60, 45)
     found = {}
-    for storage in ("pre_rope", "int8"):
-        with kvops.hf.compress(model, policy, storage=storage) as compressed:
+    for kind in ("pre_rope", storage):
+        with kvops.hf.compress(model, policy, storage=kind) as compressed:
             out = model.generate(
                 ids, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
                 return_dict_in_generate=True,
             )  # fmt: skip
-        found[storage] = out.logits, compressed.cache.stats(), out.sequences
-    (logits, stats, _), (other, rounded, text) = found["pre_rope"], found["int8"]
-    for mine, theirs in zip(rounded, stats):
+        found[kind] = out.logits, compressed.cache.stats(), out.sequences
+    (logits, stats, _), (other, narrow, text) = found["pre_rope"], found[storage]
+    for mine, theirs in zip(narrow, stats):
         assert mine.tokens_kept == theirs.tokens_kept and mine.bytes_full == theirs.bytes_full
         assert mine.bytes_kept < 0.7 * theirs.bytes_kept
     torch.testing.assert_close(logits[0].float(), other[0].float(), rtol=0, atol=0.15)
     options = dict(attention_mask=mask, max_new_tokens=8, do_sample=False)
-    assert torch.equal(kvops.hf.generate(model, policy, ids, storage="int8", **options), text)
+    assert torch.equal(kvops.hf.generate(model, policy, ids, storage=storage, **options), text)
 
 
-def test_errors():
+@every_storage
+def test_errors(storage):
     model = make_model()
-    with kit.refuses("KVCache: storage='int8' is read by the library's attention, which this model does not use"):
-        KVCache(model.config, kvops.Full(), storage="int8")
-    with kit.refuses("storage='int8' expected a policy that keeps K and V as they are, got LaCache"):
-        with kvops.hf.compress(model, kvops.LaCache(24), storage="int8"):
+    with kit.refuses(f"KVCache: storage='{storage}' is read by the library's attention, which this model does not use"):
+        KVCache(model.config, kvops.Full(), storage=storage)
+    with kit.refuses(f"storage='{storage}' expected a policy that keeps K and V as they are, got LaCache"):
+        with kvops.hf.compress(model, kvops.LaCache(24), storage=storage):
             pass
-    with kit.refuses("Cache: storage must be one of 'pre_rope', 'post_rope', 'int8', got 'int4'"):
+    with kit.refuses("Cache: storage must be one of 'pre_rope', 'post_rope', 'int8', 'fp8', got 'int4'"):
         kvops.hf.use_attention(model)
         KVCache(model.config, kvops.Full(), storage="int4")
