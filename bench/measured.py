@@ -25,7 +25,6 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvgrad -->`, `<!-- dropkv -->`,
   `<!-- attention matching -->`, `<!-- kvzap -->`, `<!-- kvzap english -->`: the needles of eval-ragged.json,
   eval-shares.json, eval-kvzip-plus.json, eval-kvgrad.json, eval-dropkv.json, eval-attention-matching.json,
-  eval-int8.json,
   eval-kvzap.json and eval-kvzap-english.json.
 - `<!-- eval: NAME -->`: the same of all rows of bench/results/NAME.json.
 - `<!-- claims: LagKV -->`: a paper's claims, from bench/claims.py.
@@ -37,6 +36,7 @@ Each table is between a marker and `<!-- end -->`:
 - `<!-- decode stream -->`: the loss of a stream read token by token on SmolLM2, from eval-smollm2-decode.json.
 - `<!-- clusters -->`: bench/experiments/clusters.py.
 - `<!-- laq cost -->`: bench/experiments/laq_cost.py. `<!-- fp8 rows -->`: fp8_rows.py.
+  `<!-- rounded rows -->`: rounded_rows.py. `<!-- rounded keys -->`: rounded_keys.py.
 - `<!-- prefixes -->`: bench/experiments/vllm_prefixes.py.
 - `<!-- decode peers -->`: bench/peers/decode_attention.py.
 - `<!-- topk peers -->`: bench/peers/select_topk.py.
@@ -472,6 +472,42 @@ def fp8_rows_table() -> str:
     return markdown(lines)
 
 
+def rounded_rows_table() -> str:
+    """Return a row per method and cut: bf16 at two sizes, and what the same bytes hold in int8 and fp8."""
+    rows = load("rounded-rows")["rows"]
+    pairs = {(x["point"], x["method"], x["same_bytes"]["budget"], x["storage"]): x for x in rows if "same_bytes" in x}
+    sizes = sorted({key[2] for key in pairs if {(*key[:3], y) for y in ("int8", "fp8")} <= pairs.keys()})
+    lines = [["", "tokens in bf16", "bf16", "int8", "fp8"], ["---"] * 5]
+    for point, method in dict.fromkeys((x["point"], x["method"]) for x in rows if x["budget"]):
+        for size in sizes:
+            cells = [pairs[point, method, size, x] for x in ("int8", "fp8")]
+            line = [
+                f"{method.split()[0]}, {point} the question",
+                str(size),
+                f"{100 * cells[0]['same_bytes']['score']:.0f}",
+            ]
+            for x in cells:
+                d = x["same_bytes"]
+                low, mean, high = (round(100 * d[y]) for y in ("low", "difference", "high"))
+                line.append(f"{100 * x['score']:.0f}, {x['budget']} tokens: {mean:+d} [{low:+d}, {high:+d}]")
+            lines.append(line)
+    return markdown(lines)
+
+
+def rounded_keys_table() -> str:
+    lines = [["", "int8: error, %", "int8: KL", "fp8: error, %", "fp8: KL"], ["---"] * 5]
+    found = load("rounded-keys")["rounded"]
+    for what in dict.fromkeys(x.rpartition(", ")[0] for x in found):
+        line = [what]
+        for name in ("int8", "fp8"):
+            of = found[f"{what}, {name}"]
+            kl = [1e3 * x for x in of["kl"]]
+            low, high = bootstrap(kl)
+            line += [f"{100 * fmean(of['error']):.4f}", f"{fmean(kl):.2f} [{low:.2f}, {high:.2f}]"]
+        lines.append(line)
+    return markdown(lines)
+
+
 def laq_cost_table() -> str:
     seconds = load("laq-cost")["seconds"]
     lines = [["", "ms", "% of the prefill"], ["---"] * 3]
@@ -743,7 +779,8 @@ TABLES = {
     "dropkv": partial(by_heads_table, "dropkv"),
     "attention matching": partial(by_heads_table, "attention-matching"),
     "kvzap english": partial(by_heads_table, "kvzap-english"),
-    "int8": partial(by_heads_table, "int8"),
+    "rounded rows": rounded_rows_table,
+    "rounded keys": rounded_keys_table,
     "synthetic": synthetic_table,
     **{f"synthetic {name}": partial(sweep_table, name) for name in SWEEPS},
     "analysis": analysis_tables,

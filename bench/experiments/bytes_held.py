@@ -3,9 +3,10 @@
     python bench/experiments/bytes_held.py bench/results/eval-{ragged,shares,kvzip-plus,kvzap}.jsonl
                                            [--task TASK] [--point before] [--json FILE] [--out .]
 
-Measures nothing: it joins records of `kvops.eval` whose prompts are the same, compares the methods at each budget with
-the best one and with the full cache, prompt by prompt, and draws bytes-held.png. A method that several records have
-counts once, as in the first of them.
+Measures nothing: it joins records of `kvops.eval` whose prompts are the same, compares the methods at each budget of
+the first record with the best one and with the full cache, prompt by prompt, and draws bytes-held.png. A method that
+several records have counts once, as in the first of them. Bytes are a share of a full cache in bf16; a method whose
+caches round what they hold counts where it holds as many as a budget's tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ def kind_of(method: str) -> str:
 
 
 def short(method: str) -> str:
-    """The name of a method without what its kind says, nor paths; with that of a file of shares."""
+    """The name of a method without what its kind says, nor paths; with that of a file of shares and the storage."""
     method = re.sub(r"shares=\S*/(?!shares)(\w+)\.safetensors", r"by \1", method)
+    method = re.sub(r"storage=(\w+)", r"in \1", method)
     return re.sub(r" (gates|shares|threshold|head_mode|scope|sinks|recent|epsilon)=\S+", "", method)
 
 
@@ -52,27 +54,31 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
     same = [name for name in PROMPTS if name != "model"]  # whose dtype may differ
     settings: dict[str, Any] = {}
     found: dict[tuple[str, int | None], list[dict]] = {}
+    budgets: list[int] = []
     for file in files:
         by: dict[tuple[str, int | None], list[dict]] = defaultdict(list)
         for line in map(json.loads, file.read_text().splitlines()):
             if "settings" in line:  # of the lines that follow
-                of = {name: line["settings"].get(name) for name in same}
+                of, dtype = {name: line["settings"].get(name) for name in same}, line["settings"]["dtype"]
             elif (line["task"], line["context"], line["point"]) == (task, context, point) and "scores" in line:
                 settings = settings or of
                 if of == settings:
-                    by[line["method"], line["budget"]].append(line)
+                    by[line["method"], line["budget"]].append(line | {"held": common.held(line, dtype)})
         if not by:
             raise SystemExit(f"{file}: expected results of {task}, {context} tokens, {point}, {settings}, got none")
         for cell, results in by.items():
             found.setdefault(cell, sorted(results, key=lambda x: x["batch"]))
-    budgets = sorted({budget for name, budget in found if budget is not None and "threshold=" not in name})
+        budgets = budgets or sorted({budget for name, budget in by if budget is not None and "threshold=" not in name})
     rows: list[dict[str, Any]] = []
     scores: dict[int, dict[str, dict[int, float]]] = defaultdict(dict)
     for (method, budget), results in found.items():
         values = [y for x in results for y in x["scores"][metric]]
-        held = sum(x["bytes_held"] for x in results) / sum(x["bytes_full"] for x in results)
-        if "threshold=" in method:  # beside the methods that hold about as much
-            budget = min(budgets, key=lambda x: abs(x - held * context))
+        held = sum(x["held"] for x in results) / len(results)
+        near = min(budgets, key=lambda x: abs(x - held * context))
+        if "threshold=" in method or (budget and "storage=" in method and abs(held * context / near - 1) < 0.01):
+            budget = near  # beside the methods that hold about as much
+        elif budget not in (None, *budgets) or "storage=" in method:
+            continue
         mean = estimate(values, True)
         rows.append(dict(method=method, budget=budget, score=mean.mean, low=mean.low, high=mean.high, held=held))
         for each in budgets if budget is None else [budget]:

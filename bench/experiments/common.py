@@ -60,6 +60,18 @@ def random_llama(
     return kvops.hf.use_attention(model.eval())
 
 
+# ---- records of kvops.eval ----
+
+
+def held(line: dict[str, Any], dtype: str) -> float:
+    """Return the bytes that a result's caches hold, as a share of full ones in bf16. dtype: the model's; "auto": bf16.
+
+    Rows of a byte per number take the same bytes whatever the model's dtype is.
+    """
+    wide = 2 if dtype == "float32" and "storage=" in line["method"] else 1
+    return wide * line["bytes_held"] / line["bytes_full"]
+
+
 # ---- times ----
 
 

@@ -368,6 +368,26 @@ def test_int8(t, causal):
             kvops.attention(**good | wrong)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("t", [1, 40, 300])
+def test_fp8(t, dtype):
+    """As with the bf16 numbers of the same values, and only by the library's own kernels."""
+    q, k, v = (x.bfloat16() for x in make(t=t, n=330, d=32, dv=32))
+    narrow = k.to(dtype), v.to(dtype)
+    options = dict(starts=kit.int32(0, 40), sink_logits=kit.randn(6), softcap=2.0)
+    result = kvops.attention(q, *narrow, **options)
+    want = kvops.attention(q, *(x.bfloat16() for x in narrow), **options, backend="kvops")
+    assert result.backend == "kvops" and kit.same(result[:2], want[:2])
+    for wrong, message in (
+        (dict(v=v), rf"v must have k's dtype and q's device, {dtype} .*, got torch.bfloat16"),
+        (dict(q=q.float()), "k must have q's dtype and device, torch.float32"),
+        (dict(k_scale=kit.randn(2, 2, 330)), f"k_scale must be None if k is {dtype}, got Tensor"),
+        (dict(backend="torch_flash"), f"cannot run this call: it does not support {dtype} keys"),
+    ):
+        with kit.refuses(message):
+            kvops.attention(**dict(q=q, k=narrow[0], v=narrow[1]) | wrong)
+
+
 @kit.only("cpu")
 def test_a_backend_that_cannot_says_why():
     q, k, v = make(t=257, n=257)
