@@ -23,7 +23,7 @@ import common
 from kvops.bench.record import write
 from kvops.eval.labels import GREY, SEVEN, label_points
 from kvops.eval.statistics import compare
-from kvops.eval.summary import PROMPTS, estimate, method_order
+from kvops.eval.summary import PROMPTS, by_prompt, estimate, method_order
 
 #: What decides how a layer's budget is divided, and how a picture shows it.
 KINDS = {
@@ -59,30 +59,36 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
         by: dict[tuple[str, int | None], list[dict]] = defaultdict(list)
         for line in map(json.loads, file.read_text().splitlines()):
             if "settings" in line:  # of the lines that follow
-                of, dtype = {name: line["settings"].get(name) for name in same}, line["settings"]["dtype"]
+                own = line["settings"]
+                of = {name: own.get(name) for name in same}
             elif (line["task"], line["context"], line["point"]) == (task, context, point) and "scores" in line:
                 settings = settings or of
                 if of == settings:
-                    by[line["method"], line["budget"]].append(line | {"held": common.held(line, dtype)})
+                    more = {"held": common.held(line, own["dtype"]), "most": own["batch"]}
+                    by[line["method"], line["budget"]].append(line | more)
         if not by:
             raise SystemExit(f"{file}: expected results of {task}, {context} tokens, {point}, {settings}, got none")
         for cell, results in by.items():
-            found.setdefault(cell, sorted(results, key=lambda x: x["batch"]))
+            found.setdefault(cell, results)
         budgets = budgets or sorted({budget for name, budget in by if budget is not None and "threshold=" not in name})
     rows: list[dict[str, Any]] = []
     scores: dict[int, dict[str, dict[int, float]]] = defaultdict(dict)
+    tokens = found["Full", None][0]["tokens"]
     for (method, budget), results in found.items():
-        values = [y for x in results for y in x["scores"][metric]]
+        values = by_prompt(results, metric, results[0]["most"])
         held = sum(x["held"] for x in results) / len(results)
-        near = min(budgets, key=lambda x: abs(x - held * context))
-        if "threshold=" in method or (budget and "storage=" in method and abs(held * context / near - 1) < 0.01):
+        near = min(budgets, key=lambda x: abs(x - held * tokens))
+        if "threshold=" in method or (budget and "storage=" in method and abs(held * tokens / near - 1) < 0.01):
             budget = near  # beside the methods that hold about as much
         elif budget not in (None, *budgets) or "storage=" in method:
             continue
-        mean = estimate(values, True)
-        rows.append(dict(method=method, budget=budget, score=mean.mean, low=mean.low, high=mean.high, held=held))
+        mean, count = estimate([*values.values()], True), len(values)
+        row = dict(
+            method=method, budget=budget, prompts=count, score=mean.mean, low=mean.low, high=mean.high, held=held
+        )
+        rows.append(row)
         for each in budgets if budget is None else [budget]:
-            scores[each][method] = dict(enumerate(values))
+            scores[each][method] = values
     for budget, each in scores.items():
         evicting = {name: x for name, x in each.items() if name != "Full"}
         best = max(evicting, key=lambda x: sum(each[x].values()))

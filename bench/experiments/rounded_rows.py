@@ -20,7 +20,7 @@ import common
 from kvops.bench.record import write
 from kvops.eval.labels import SEVEN
 from kvops.eval.statistics import compare
-from kvops.eval.summary import estimate
+from kvops.eval.summary import by_prompt, estimate
 
 STORAGES = {"bf16": ("o", "black"), "int8": ("s", SEVEN[0]), "fp8": ("^", SEVEN[1])}
 POINTS = {"after": "cut after the question", "before": "cut before the question"}
@@ -33,20 +33,20 @@ class Cell(NamedTuple):
     budget: int | None
 
 
-def read(file: Path, metric: str) -> dict[str, Any]:
+def read(file: Path, task: str, context: int, metric: str) -> dict[str, Any]:
     """The answers of each cell, and what they are beside bf16 with the same tokens and with the same bytes."""
-    dtype, found = "auto", defaultdict(list)
+    settings, found = {}, defaultdict(list)
     for line in map(json.loads, file.read_text().splitlines()):
         if "settings" in line:
-            dtype = line["settings"]["dtype"]
-        elif "scores" in line:
+            settings = line["settings"]
+        elif "scores" in line and (line["task"], line["context"]) == (task, context):
             cell = Cell(line["point"], *split(line["method"]), line["budget"])
-            found[cell].append(line | {"held": common.held(line, dtype)})
+            found[cell].append(line | {"held": common.held(line, settings["dtype"])})
     answers: dict[Cell, dict[int, float]] = {}
     rows: list[dict[str, Any]] = []
     for cell, lines in found.items():
-        values = [y for x in sorted(lines, key=lambda x: x["batch"]) for y in x["scores"][metric]]
-        answers[cell], mean = dict(enumerate(values)), estimate(values, True)
+        values = answers[cell] = by_prompt(lines, metric, settings["batch"])
+        mean = estimate([*values.values()], True)
         held = sum(x["held"] for x in lines) / len(lines)
         rows.append(
             cell._asdict() | dict(held=held, prompts=len(values), score=mean.mean, low=mean.low, high=mean.high)
@@ -66,7 +66,7 @@ def read(file: Path, metric: str) -> dict[str, Any]:
     rows.sort(
         key=lambda x: ([*POINTS].index(x["point"]), x["method"], [*STORAGES].index(x["storage"]), x["budget"] or 0)
     )
-    return {"file": file.name, "metric": metric, "rows": rows}
+    return {"file": file.name, "task": task, "context": context, "metric": metric, "rows": rows}
 
 
 def split(method: str) -> tuple[str, str]:
@@ -100,9 +100,11 @@ def picture(record: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="rounded-rows.png", redraws=False)
     parser.add_argument("file", nargs="?", type=Path, default="bench/results/eval-rounded.jsonl")
+    parser.add_argument("--task", default="needle:chat=True")
+    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--metric", default="partial")
     a = parser.parse_args(argv)
-    record = read(a.file, a.metric)
+    record = read(a.file, a.task, a.context, a.metric)
     for row in record["rows"]:
         for name in ("same_bytes", "same_tokens"):
             if name in row:

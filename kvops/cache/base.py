@@ -541,6 +541,8 @@ class Cache:
         if self._ragged is not None:
             self._append_ragged(self._ragged, self._held(k), self._held(v))
             return k, v
+        if not self._length:
+            self._memory = None  # of a step without tokens, or before a crop of all
         t, first = k.shape[2], self._memory is None
         self._step_pads = pads = self._pads_with(t)
         self._dtype = k.dtype if self.storage in STORED else None
@@ -550,8 +552,11 @@ class Cache:
             self._step_pads = self.pads
             return self._k_and_v()
         if not evicted and first:  # do not hold on to the caller's memory
-            self._memory = Memory.of(self._held(k), self._held(v))
-            return self._k_and_v() if self._dtype is None else (k, v)
+            if self._dtype is not None:
+                self._memory = Memory(self._held(k), self._held(v))
+                return k, v
+            self._memory = Memory.of(k, v)
+            return self._k_and_v()
         return k_step, v_step
 
     def _append_ragged(self, ragged: Ragged, k: Tensor, v: Tensor) -> None:

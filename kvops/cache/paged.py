@@ -105,6 +105,7 @@ class PagedCache:
         k: List of each layer's key pages, [num_pages, Hk, page_size, d]; with storage="int8" d + 16 bytes per row. With
             `by_head` all layers share the same pages, [num_pages, 1, page_size, d].
         v: The same for values, with v_head_dim channels.
+        storage: As given.
         schedule: The policy and when it evicts; `schedule.held(n, prompt)` is the slots of a request after n tokens.
         free: Number of pages that no request holds. A step takes its pages when it ends.
 
@@ -143,8 +144,8 @@ class PagedCache:
                 f"got {evict!r}"
             )
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not self.dtype.is_floating_point:
-            raise ValueError(f"PagedCache: dtype must be a floating-point dtype, got {self.dtype}")
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise ValueError(f"PagedCache: dtype must be a floating-point torch.dtype, got {self.dtype!r}")
         if storage is not None:
             check_choice("PagedCache", "storage", str(storage), tuple(STORED))
             check_rounding("PagedCache", storage, policy, None)

@@ -423,7 +423,7 @@ def _compare(rows: list[Row], groups: dict[Key, list[dict[str, Any]]], kinds: di
         kind = kinds[task]
         metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
         most = max(len(x["scores"][metric]) for row in family for x in groups[row.cell])
-        scores = {row.method: _prompts(groups[row.cell], metric, most) for row in family}
+        scores = {row.method: by_prompt(groups[row.cell], metric, most) for row in family}
         whole = max(row.n for row in family)
         rivals = [x for x in family if not x.over and x.n == whole and math.isfinite(x.scores[metric].mean)]
         best = max(rivals, key=lambda x: sign * x.scores[metric].mean).method if rivals else None
@@ -432,8 +432,11 @@ def _compare(rows: list[Row], groups: dict[Key, list[dict[str, Any]]], kinds: di
             row.compared = found[row.method]
 
 
-def _prompts(lines: list[dict[str, Any]], metric: str, most: int) -> dict[int, float]:
-    """Return a row's scores by the number of the prompt. Only the last batch may have less prompts than the others."""
+def by_prompt(lines: list[dict[str, Any]], metric: str, most: int) -> dict[int, float]:
+    """Return the scores of a cell's lines by the number of the prompt.
+
+    Only the last batch may have less prompts than the others. most: the prompts of a batch, if there is but one line.
+    """
     sizes = {x["batch"]: len(x["scores"].get(metric, ())) for x in lines}
     size = most if len(sizes) == 1 and 0 not in sizes else max(sizes.values())
     return {x["batch"] * size + i: y for x in lines for i, y in enumerate(x["scores"].get(metric, ()))}

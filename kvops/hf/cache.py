@@ -193,8 +193,8 @@ class KVCache(DynamicCache):
             string for `kvops.policy`: "keydiff:budget=1024". Each evicting layer gets its own `kvops.Cache` with it.
         rope: The rotary embedding, for policies that place tokens at the positions of their slots and for those with
             statistics="prompt"; see `kvops.Cache`. None: the model's own (`model_rope`).
-        storage: How keys are stored with a rope, "pre_rope" or "post_rope", or "int8" or "fp8" to round keys and values to int8,
-            with the library's attention; see `kvops.Cache`.
+        storage: How keys are stored with a rope, "pre_rope" or "post_rope"; or "int8" or "fp8", which round keys and
+            values, with the library's attention. See `kvops.Cache`.
         attention_mask: int or bool [b, n], the mask of the first prompt, if its rows are left-padded. `generate` needs
             neither this nor `pads`, because it shows its mask. Nor does a forward, `model(...)`, with the library's
             attention, unless it reads a prompt in chunks whose first one is all padding in some row. If given, they

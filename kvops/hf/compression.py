@@ -181,7 +181,7 @@ def compress(model: torch.nn.Module, policy: Policy | str, *, storage: Storage =
         policy: The policy of the caches, such as `kvops.SnapKV(1024)`, or a string for `kvops.policy`:
             "snapkv:budget=1024". A `kvops.RepeatPolicy` must have its words (`repeat_prompts`), because a block knows
             no tokenizer.
-        storage: How the caches store keys and values, "int8" to round them; see `KVCache`.
+        storage: How the caches store keys and values, "int8" or "fp8" to round them; see `KVCache`.
 
     Returns:
         A `Compression` for `with`, or for `enable()` and `disable()`. It has the last call's `cache` and its `stats()`,

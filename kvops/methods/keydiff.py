@@ -17,7 +17,7 @@ from torch.nn.functional import normalize
 from ..ops import anchor_cosine
 from ..ops.checks import check_bool, check_choice, check_int
 from .base import KeyPolicy, Needs
-from .select import readable_keys
+from .select import gather_rows, readable_keys
 from .view import View
 
 Metric = Literal["cosine", "dot", "euclidean"]
@@ -112,7 +112,7 @@ class KeyDiff(KeyPolicy):
             anchor, drift = None, 0
         else:
             slots = complement(indices, view.n)
-            gone = k.gather(2, slots.unsqueeze(-1).expand(-1, -1, -1, k.shape[3]))
+            gone = gather_rows(k, slots)
             if pads is not None:  # all heads evict the same padding, which comes first
                 pads = (slots[:, 0] < pads[:, None]).sum(-1, dtype=torch.int32)
             anchor = anchor - self._key_sum(gone, pads)

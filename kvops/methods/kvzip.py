@@ -27,6 +27,7 @@ from .budgets import budget_tokens
 from .projection import Projection, output_norms
 from .queries import Logits
 from .repeating import WORDS, RepeatPolicy, rows_of_chunk, tokens_of_chunk
+from .select import gather_rows
 from .view import View
 
 
@@ -232,7 +233,7 @@ class KVzip(RepeatPolicy):
         t, n = q.shape[2], view.n - q.shape[2]
         held, most = min(self.sinks, first), max(0, min(self.chunk, n - first))
         at, inside, visible = _pass_slots(view, n, t, end, first, held, most)
-        seen = _gather(view.k, at)
+        seen = gather_rows(view.k, at[:, None])
         options = {"reduce": self.reduce, "group_reduce": self.operator_reduce, **logits}
         if weights is not None:
             weights = weights.to(q.device).unsqueeze(1).expand(q.shape[:3])
@@ -242,7 +243,7 @@ class KVzip(RepeatPolicy):
         chunk = slice(held, held + most)
         scores, at, inside = scores[..., chunk], at[:, chunk], inside[:, chunk]
         if weights is not None:
-            scores = _by_output(self, scores, _gather(view.v, at.where(inside, 0)), view.layer)
+            scores = _by_output(self, scores, gather_rows(view.v, at.where(inside, 0)[:, None]), view.layer)
         at = at.where(inside, n)[:, None].expand_as(scores)
         return scores.new_zeros(view.rows, view.heads, n + 1).scatter_(2, at, scores)[..., :n]
 
@@ -307,11 +308,3 @@ def _pass_slots(
     at = torch.where(own < 0, begin[:, None] + torch.where(slot < held, slot, first - held + slot), n + own)
     row, rows = torch.arange(t, device=device), rows_of_chunk(count, t)
     return at.clamp(max=n + t - 1), own < 0, torch.where(row < rows, held + count + row + 1, 0).int()
-
-
-def _gather(k: Tensor, at: Tensor) -> Tensor:
-    """The slots `at`, [b, m], of k, [b, Hk, n, d]; also of fp8, which torch cannot gather."""
-    index = at[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-    if k.element_size() == 1:
-        return k.view(torch.uint8).gather(2, index).view(k.dtype)
-    return k.gather(2, index)

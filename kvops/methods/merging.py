@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ops import assign_prototypes, cluster_mean
-from .select import readable_keys
+from .select import gather_rows, readable_keys
 from .view import View
 
 
@@ -36,7 +36,7 @@ def merged_values(op: str, view: View, indices: Tensor) -> tuple[Tensor, Tensor]
     end = view.end if isinstance(view.end, int) else view.end[:, None, None]
     kept = (indices >= first) & (indices < end)  # not padding
     at = indices.clamp(min=0)
-    prototypes = k.gather(2, at.unsqueeze(-1).expand(-1, -1, -1, k.shape[3])).float()
+    prototypes = gather_rows(k, at).float()
     prototypes = prototypes.masked_fill(~kept.unsqueeze(-1), torch.nan)  # which no key is assigned to
     clusters = assign_prototypes(view.k, prototypes, **view.slots)
     # A kept token belongs to its own cluster. The last column takes the writes of missing entries.

@@ -26,6 +26,14 @@ def readable_keys(op: str, k: Tensor) -> Tensor:
     return k
 
 
+def gather_rows(x: Tensor, slots: Tensor) -> Tensor:
+    """The rows of x, [b, Hk, n, d], at `slots`, int64 [b, Hk or 1, m]; also of fp8, which torch cannot gather."""
+    index = slots.unsqueeze(-1).expand(*x.shape[:2], -1, x.shape[3])
+    if x.element_size() == 1:
+        return x.view(torch.uint8).gather(2, index).view(x.dtype)
+    return x.gather(2, index)
+
+
 def dense_rows(x: Tensor, block_table: Tensor) -> Tensor:
     """Copies the rows of pages: [b, Hk, max_pages * page_size, d]. Rows of page -1 are arbitrary."""
     return x[block_table.clamp(min=0)].transpose(1, 2).flatten(2, 3)

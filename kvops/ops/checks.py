@@ -422,7 +422,13 @@ def check_attention(
         narrow = name != "q" and k.dtype in BYTES and q.dtype == torch.bfloat16
         if x.dtype != (k.dtype if narrow else q.dtype) or x.device != q.device:
             wanted = f"k's dtype and q's device, {k.dtype}" if narrow else f"q's dtype and device, {q.dtype}"
-            more = "" if narrow else " (or fp8 or torch.int8, as v, if q is torch.bfloat16)" if name == "k" else ""
+            more = (
+                ""
+                if narrow
+                else " (or int8, float8_e4m3fn or float8_e5m2, as v, if q is torch.bfloat16)"
+                if name == "k"
+                else ""
+            )
             raise ValueError(f"{op}: {name} must have {wanted} {q.device}{more}, got {x.dtype} {x.device}")
     b, query_heads, t, d = q.shape
     heads, n = k.shape[1:3]

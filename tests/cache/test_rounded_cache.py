@@ -185,6 +185,41 @@ def test_errors(storage):
         cache.append(*(x[..., :16].to(torch.int8) for x in (k, v)))
 
 
+@every_storage
+@pytest.mark.parametrize("policy", [kvops.SnapKV(20, window=4), kvops.KeyDiff(20)], ids=str)
+def test_an_empty_cache_takes_a_first_step(policy, storage):
+    """Also one that a step without tokens or a crop of all has emptied: it decides on what is not rounded yet."""
+    q, k, v = (x[:, :, :N] for x in tokens())
+    new, empty, cropped = (made(policy, storage=storage) for _ in range(3))
+    empty.append(k[:, :, :0], v[:, :, :0])
+    if isinstance(policy, kvops.SnapKV):
+        empty.reset()  # each of its steps needs an attention
+    cropped.attend(*(x[:, :, :15] for x in (q, k, v)))
+    cropped.crop(0)
+    outs = [x.attend(q, k, v) for x in (new, empty, cropped)]
+    for out, cache in zip(outs[1:], (empty, cropped)):
+        assert kit.same(out, outs[0]) and torch.equal(cache.positions, new.positions)
+        assert kit.same((cache.k, cache.v), (new.k, new.v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
+def test_fp8_of_the_callers_own(policy, dtype):
+    """Without a storage that rounds, a cache attends to fp8 rows, and keeps what it keeps of the same bf16 numbers."""
+    q, k, v = tokens()
+    k, v = k.to(dtype), v.to(dtype)
+    caches, parts = (made(policy), made(policy)), (slice(0, N), *(slice(i, i + 1) for i in range(N, N + STEPS)))
+    for part in parts:
+        step = k[:, :, part], v[:, :, part]
+        outs = [
+            caches[0].attend(q[:, :, part], *step, **inputs(policy, q, part)),
+            caches[1].attend(q[:, :, part], *(x.bfloat16() for x in step), **inputs(policy, q, part)),
+        ]
+        torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+    assert torch.equal(*(x.positions for x in caches)) and caches[0].k.dtype == dtype
+    assert kit.same(caches[0].k.bfloat16(), caches[1].k)
+
+
 def test_fp8_is_saturated():
     """Numbers beyond the range are the largest, and infinities NaN, so that neither hides."""
     k, v = kit.kv(1, 2, 8, 16)
@@ -268,7 +303,8 @@ def test_errors_of_pages(storage):
     for changes, message in (
         (dict(head_dim=24), f"storage='{storage}' rounds .* multiples of 16, got torch.float32 and .24, 24."),
         (dict(dtype=torch.float8_e5m2), f"storage='{storage}' rounds .*, got torch.float8_e5m2"),
-        (dict(dtype=torch.int8), "PagedCache: dtype must be a floating-point dtype, got torch.int8"),
+        (dict(dtype=torch.int8), "PagedCache: dtype must be a floating-point torch.dtype, got torch.int8"),
+        (dict(dtype="bfloat16"), "PagedCache: dtype must be a floating-point torch.dtype, got 'bfloat16'"),
         (dict(storage="int4"), "PagedCache: storage must be one of 'int8', 'fp8', got 'int4'"),
     ):
         with kit.refuses(message):

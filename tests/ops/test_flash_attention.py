@@ -380,7 +380,7 @@ def test_fp8(t, dtype):
     assert result.backend == "kvops" and kit.same(result[:2], want[:2])
     for wrong, message in (
         (dict(v=v), rf"v must have k's dtype and q's device, {dtype} .*, got torch.bfloat16"),
-        (dict(q=q.float()), "k must have q's dtype and device, torch.float32"),
+        (dict(q=q.float()), "k must have q's dtype and device, torch.float32 .* float8_e4m3fn or float8_e5m2, as v"),
         (dict(k_scale=kit.randn(2, 2, 330)), f"k_scale must be None if k is {dtype}, got Tensor"),
         (dict(backend="torch_flash"), f"cannot run this call: it does not support {dtype} keys"),
     ):
