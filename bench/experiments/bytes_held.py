@@ -1,12 +1,13 @@
 """Which method keeps most of a model's answers for the bytes that its cache really holds?
 
-    python bench/experiments/bytes_held.py bench/results/eval-{ragged,shares,kvzip-plus,kvzap}.jsonl
-                                           [--task TASK] [--point before] [--json FILE] [--out .]
+    cd bench/results; python ../experiments/bytes_held.py eval-{ragged,shares,kvzip-plus,kvzap,kvgrad,dropkv}.jsonl
+        eval-{attention-matching,rounded,bytes-held}.jsonl [--task TASK] [--point before] [--json FILE] [--out .]
 
 Measures nothing: it joins records of `kvops.eval` whose prompts are the same, compares the methods at each budget of
 the first record with the best one and with the full cache, prompt by prompt, and draws bytes-held.png. A method that
 several records have counts once, as in the first of them. Bytes are a share of a full cache in bf16; a method whose
-caches round what they hold counts where it holds as many as a budget's tokens.
+caches round what they hold counts where it holds as many as a budget's tokens, within a tenth for what pages leave
+unused.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
         values = by_prompt(results, metric, results[0]["most"])
         held = sum(x["held"] for x in results) / len(results)
         near = min(budgets, key=lambda x: abs(x - held * tokens))
-        if "threshold=" in method or (budget and "storage=" in method and abs(held * tokens / near - 1) < 0.01):
+        if "threshold=" in method or (budget and "storage=" in method and abs(held * tokens / near - 1) < 0.1):
             budget = near  # beside the methods that hold about as much
         elif budget not in (None, *budgets) or "storage=" in method:
             continue
@@ -91,7 +92,7 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
             scores[each][method] = values
     for budget, each in scores.items():
         evicting = {name: x for name, x in each.items() if name != "Full"}
-        best = max(evicting, key=lambda x: sum(each[x].values()))
+        best = max(evicting, key=lambda x: sum(each[x].values()))  # of those with all prompts
         verdicts, with_full = compare(evicting, 1, best, best), compare(each, 1, None, "Full")
         for row in rows:
             if row["budget"] == budget:
@@ -120,7 +121,8 @@ def picture(record: dict[str, Any], path: Path) -> None:
             axis.plot(x, y, marker, ms=7, mec=color, mfc=color if undecided else "white")
             better = [z for z in rows if z["held"] <= row["held"] and z["score"] > row["score"]]
             if undecided and (len(better) < 3 or "threshold=" in row["method"]):
-                named.append((x, y, short(row["method"]), color if color != GREY else "#555555"))
+                few = f" ({row['prompts']} prompts)" * (row["prompts"] < record["settings"]["prompts"])
+                named.append((x, y, short(row["method"]) + few, color if color != GREY else "#555555"))
         if own:
             axis.plot([], [], marker, ms=6, color=color, label=kind)
     axis.set(xlabel="bytes really held, % of the full cache's", ylabel="digits found, %", ylim=(-3, 103))
