@@ -75,8 +75,8 @@ class Cache:
             time.
             Without a rope, "int8" rounds K, as it comes, and V to int8 with a scale for each token and head
             (`quantize_rows`), d + 16 bytes per row instead of 2 d, and "fp8" to torch.float8_e4m3fn without scales, d
-            bytes, in which numbers beyond 448 are 448. The first step scores and attends to its tokens before they
-            are rounded, a later one also its own tokens after it. `append` then returns rows that only
+            bytes, in which numbers beyond 448 are 448. The first step attends to its tokens, and is decided on, before
+            they are rounded; a later one reads also its own tokens rounded. `append` then returns rows that only
             `attention` can read. A policy that scores keys or values themselves gets a copy of the layer in the dtype
             of the tokens. Policies must keep K and V as they are: merge=False, and not LaCache or Attention Matching.
         attend_before_compress: If False, a step's attention reads only the kept tokens. For policies that use K and V

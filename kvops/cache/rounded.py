@@ -34,7 +34,8 @@ def packed(x: Tensor, storage: str) -> Tensor:
         return x
     if storage == "fp8":
         largest = torch.finfo(FP8).max
-        return x.clamp(-largest, largest).masked_fill_(x.isinf(), torch.nan).to(FP8).view(torch.uint8)
+        rows = x.clamp(-largest, largest).masked_fill_(x.isinf(), torch.nan).to(FP8)
+        return rows.contiguous().view(torch.uint8)  # x may have any strides
     rows, scales = quantize_rows(x)
     out = rows.new_zeros(*x.shape[:-1], x.shape[-1] + SCALE)
     out[..., : x.shape[-1]] = rows

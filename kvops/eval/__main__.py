@@ -51,8 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure accuracy, memory and time of every method at every budget on the same prompts.",
         epilog="Options follow the name of a method or task: keydiff:recent=0.1,sinks=4 or passkey:digits=64. A "
         "method's options are the arguments of its class, and storage=int8 or fp8, with which caches round what they "
-        "hold. "
-        "Names are case-insensitive. --list prints them all.",
+        "hold. Names are case-insensitive. --list prints them all.",
     )
     p.add_argument(
         "--model", default=str(MODEL), help="model folder, hub name, or smollm2 (default: the shipped passkey model)"

@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 
 # Numbers and names.
 
-BYTES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8  # dtypes of K and V whose queries are bf16
 PLAIN = (int, float, str, type(None), tuple, list, Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -398,6 +397,9 @@ def check_key_values(op: str, name: str, x: Tensor, k: Tensor) -> None:
         )
 
 
+BYTES = torch.float8_e4m3fn, torch.float8_e5m2, torch.int8  # dtypes of K and V whose queries are bf16
+
+
 def check_attention(
     op: str,
     q: Tensor,
@@ -422,12 +424,8 @@ def check_attention(
         narrow = name != "q" and k.dtype in BYTES and q.dtype == torch.bfloat16
         if x.dtype != (k.dtype if narrow else q.dtype) or x.device != q.device:
             wanted = f"k's dtype and q's device, {k.dtype}" if narrow else f"q's dtype and device, {q.dtype}"
-            more = (
-                ""
-                if narrow
-                else " (or int8, float8_e4m3fn or float8_e5m2, as v, if q is torch.bfloat16)"
-                if name == "k"
-                else ""
+            more = " (or int8, float8_e4m3fn or float8_e5m2, as v, if q is torch.bfloat16)" * (
+                name == "k" and not narrow
             )
             raise ValueError(f"{op}: {name} must have {wanted} {q.device}{more}, got {x.dtype} {x.device}")
     b, query_heads, t, d = q.shape

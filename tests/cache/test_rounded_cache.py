@@ -202,6 +202,18 @@ def test_an_empty_cache_takes_a_first_step(policy, storage):
         assert kit.same((cache.k, cache.v), (new.k, new.v))
 
 
+@every_storage
+def test_tokens_of_any_strides(storage):
+    """Such as a model's projections, [b, n, Hk, d], seen as [b, Hk, n, d]."""
+    q, k, v = tokens()
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    caches = [made(kvops.KeyDiff(40, buffer=4), storage=storage) for _ in range(2)]
+    for part in (slice(0, 30), slice(30, N), slice(N, N + 1)):
+        outs = [x.attend(*(y[:, :, part] for y in rows)) for x, rows in zip(caches, ((q, k, v), views))]
+        assert kit.same(*outs)
+        assert all(y.is_contiguous() for x in caches for y in x.storage_tensors)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("policy", STREAMING.values(), ids=STREAMING)
 def test_fp8_of_the_callers_own(policy, dtype):
