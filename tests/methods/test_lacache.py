@@ -589,7 +589,7 @@ def test_objects_refuse():
             streaming,
             dict(storage="rope"),
             ValueError,
-            "storage must be one of .*'int8', got 'rope'",
+            "storage must be one of .*'int8', 'fp8', got 'rope'",
         ),
         (streaming, dict(rope=torch.ones(4)), TypeError, "rope must be a kvops.Rope, got Tensor"),
         (streaming, dict(rope=rope, attend_before_compress=False), ValueError, "attend_before_compress=True"),
