@@ -24,7 +24,7 @@ import common
 from kvops.bench.record import write
 from kvops.eval.labels import GREY, SEVEN, label_points
 from kvops.eval.statistics import compare
-from kvops.eval.summary import PROMPTS, by_prompt, estimate, method_order
+from kvops.eval.summary import PROMPTS, method_order
 
 #: What decides how a layer's budget is divided, and how a picture shows it.
 KINDS = {
@@ -65,8 +65,7 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
             elif (line["task"], line["context"], line["point"]) == (task, context, point) and "scores" in line:
                 settings = settings or of
                 if of == settings:
-                    more = {"held": common.held(line, own["dtype"]), "most": own["batch"]}
-                    by[line["method"], line["budget"]].append(line | more)
+                    by[line["method"], line["budget"]].append(line | {"settings": own})
         if not by:
             raise SystemExit(f"{file}: expected results of {task}, {context} tokens, {point}, {settings}, got none")
         for cell, results in by.items():
@@ -76,18 +75,14 @@ def join(files: list[Path], task: str, context: int, point: str, metric: str) ->
     scores: dict[int, dict[str, dict[int, float]]] = defaultdict(dict)
     tokens = found["Full", None][0]["tokens"]
     for (method, budget), results in found.items():
-        values = by_prompt(results, metric, results[0]["most"])
-        held = sum(x["held"] for x in results) / len(results)
-        near = min(budgets, key=lambda x: abs(x - held * tokens))
-        if "threshold=" in method or (budget and "storage=" in method and abs(held * tokens / near - 1) < 0.1):
+        values, means = common.cell(results, metric)
+        held = means["held"] * tokens
+        near = min(budgets, key=lambda x: abs(x - held))
+        if "threshold=" in method or (budget and "storage=" in method and abs(held / near - 1) < 0.1):
             budget = near  # beside the methods that hold about as much
         elif budget not in (None, *budgets) or "storage=" in method:
             continue
-        mean, count = estimate([*values.values()], True), len(values)
-        row = dict(
-            method=method, budget=budget, prompts=count, score=mean.mean, low=mean.low, high=mean.high, held=held
-        )
-        rows.append(row)
+        rows.append({"method": method, "budget": budget} | means)
         for each in budgets if budget is None else [budget]:
             scores[each][method] = values
     for budget, each in scores.items():
@@ -142,10 +137,8 @@ def picture(record: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="bytes-held.png", redraws=False)
     parser.add_argument("files", nargs="+", type=Path, help="results.jsonl of kvops.eval")
-    parser.add_argument("--task", default="needle:chat=True")
-    parser.add_argument("--context", type=int, default=1024)
+    common.add_cells(parser)
     parser.add_argument("--point", default="before")
-    parser.add_argument("--metric", default="partial")
     a = parser.parse_args(argv)
     record = join(a.files, a.task, a.context, a.point, a.metric)
     for row in record["rows"]:

@@ -1,5 +1,5 @@
-"""Shared parts of the experiments: texts; a Llama with random weights; timing; vLLM's engines; arguments, records and
-pictures. Their prompts are the demo's: kvops.demo.passkeys."""
+"""Shared parts of the experiments: texts; a Llama with random weights; the evaluation's records; timing; vLLM's
+engines; arguments, records and pictures. Their prompts are the demo's: kvops.demo.passkeys."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import kvops.hf
 from kvops.bench import record
 from kvops.demo import MODEL, TEXT
 from kvops.eval import models
+from kvops.eval.summary import by_prompt, estimate
 
 if TYPE_CHECKING:  # not needed for timing
     from matplotlib.figure import Figure
@@ -63,13 +64,28 @@ def random_llama(
 # ---- records of kvops.eval ----
 
 
-def held(line: dict[str, Any], dtype: str) -> float:
-    """Return the bytes that a result's caches hold, as a share of full ones in bf16. dtype: the model's; "auto": bf16.
+def held(line: dict[str, Any]) -> float:
+    """Return the bytes that a result's caches hold, as a share of full ones in bf16, which is the dtype "auto".
 
     Rows of a byte per number take the same bytes whatever the model's dtype is.
     """
-    wide = 2 if dtype == "float32" and "storage=" in line["method"] else 1
+    wide = 2 if line["settings"]["dtype"] == "float32" and "storage=" in line["method"] else 1
     return wide * line["bytes_held"] / line["bytes_full"]
+
+
+def cell(lines: list[dict[str, Any]], metric: str) -> tuple[dict[int, float], dict[str, Any]]:
+    """Return a cell's scores by prompt, and its means. lines: the results of its batches, each with its "settings"."""
+    values = by_prompt(lines, metric, lines[0]["settings"]["batch"])
+    mean, shares = estimate([*values.values()], True), [held(x) for x in lines]
+    means = dict(prompts=len(values), score=mean.mean, low=mean.low, high=mean.high, held=sum(shares) / len(shares))
+    return values, means
+
+
+def add_cells(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say which results of a record are compared."""
+    parser.add_argument("--task", default="needle:chat=True")
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--metric", default="partial")
 
 
 # ---- times ----

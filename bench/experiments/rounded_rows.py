@@ -20,7 +20,6 @@ import common
 from kvops.bench.record import write
 from kvops.eval.labels import SEVEN
 from kvops.eval.statistics import compare
-from kvops.eval.summary import by_prompt, estimate
 
 STORAGES = {"bf16": ("o", "black"), "int8": ("s", SEVEN[0]), "fp8": ("^", SEVEN[1])}
 POINTS = {"after": "cut after the question", "before": "cut before the question"}
@@ -41,28 +40,27 @@ def read(file: Path, task: str, context: int, metric: str) -> dict[str, Any]:
             settings = line["settings"]
         elif "scores" in line and (line["task"], line["context"]) == (task, context):
             cell = Cell(line["point"], *split(line["method"]), line["budget"])
-            found[cell].append(line | {"held": common.held(line, settings["dtype"])})
-    answers: dict[Cell, dict[int, float]] = {}
-    rows: list[dict[str, Any]] = []
+            found[cell].append(line | {"settings": settings})
+    answers, rows = {}, []
     for cell, lines in found.items():
-        values = answers[cell] = by_prompt(lines, metric, settings["batch"])
-        mean = estimate([*values.values()], True)
-        held = sum(x["held"] for x in lines) / len(lines)
-        rows.append(
-            cell._asdict() | dict(held=held, prompts=len(values), score=mean.mean, low=mean.low, high=mean.high)
-        )
+        answers[cell], means = common.cell(lines, metric)
+        rows.append(cell._asdict() | means)
+
+    def beside(row: dict[str, Any], same: str) -> dict[str, Any] | None:
+        """The bf16 row with the same "budget" or "held", and what this one's answers are beside its."""
+        own = Cell(*(row[x] for x in Cell._fields))
+        for other in rows:
+            cell = own._replace(storage="bf16", budget=other["budget"])
+            if other["budget"] and other == other | cell._asdict() and abs(row[same] / other[same] - 1) < 0.05:
+                x = compare({"bf16": answers[cell], "own": answers[own]}, 1, None, "bf16")["own"]["bf16"]
+                differs = dict(difference=x.difference, low=x.low, high=x.high)
+                return {"budget": other["budget"], "score": other["score"]} | differs
+        return None
+
     for row in rows:
-        if row["storage"] == "bf16" or row["budget"] is None:
-            continue
-        for name, same in (("tokens", "budget"), ("bytes", "held")):
-            for other in rows:
-                beside = Cell(row["point"], row["method"], "bf16", other["budget"])
-                if other == other | beside._asdict() and other["budget"] and abs(row[same] / other[same] - 1) < 0.05:
-                    pair = {"bf16": answers[beside], "own": answers[Cell(*(row[x] for x in Cell._fields))]}
-                    x = compare(pair, 1, None, "bf16")["own"]["bf16"]
-                    row[f"same_{name}"] = dict(
-                        budget=other["budget"], score=other["score"], difference=x.difference, low=x.low, high=x.high
-                    )
+        for name, same in (("same_tokens", "budget"), ("same_bytes", "held")):
+            if row["storage"] != "bf16" and row["budget"] and (x := beside(row, same)):
+                row[name] = x
     rows.sort(
         key=lambda x: ([*POINTS].index(x["point"]), x["method"], [*STORAGES].index(x["storage"]), x["budget"] or 0)
     )
@@ -100,9 +98,7 @@ def picture(record: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = common.parser(__doc__, picture="rounded-rows.png", redraws=False)
     parser.add_argument("file", nargs="?", type=Path, default="bench/results/eval-rounded.jsonl")
-    parser.add_argument("--task", default="needle:chat=True")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--metric", default="partial")
+    common.add_cells(parser)
     a = parser.parse_args(argv)
     record = read(a.file, a.task, a.context, a.metric)
     for row in record["rows"]:
