@@ -21,6 +21,7 @@ LEVELS = {
     "v3": "x86-64-v3, AVX2",
     "v4": "x86-64-v4, AVX-512",
     "v4_bf16": "x86-64-v4 with AVX512-BF16",
+    "v4_amx": "x86-64-v4 with AVX512-BF16 and AMX",
     "baseline": "the compiler's baseline",
 }
 #: Optional packages: (names on PyPI, oldest version, used by, what to install).

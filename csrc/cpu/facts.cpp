@@ -6,6 +6,12 @@
 #include <string>
 #include <string_view>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "isa.h"
 
 namespace kvops {
@@ -14,6 +20,19 @@ namespace {
 #define KVOPS_NAME(level, ...) #level,
 constexpr std::string_view kNames[] = {KVOPS_EACH_LEVEL(KVOPS_NAME, )};
 constexpr int kLevels = static_cast<int>(std::size(kNames));
+
+// Whether this CPU has AMX tiles of bf16 and int8, and the system lets this process use them, which it has to ask for.
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  unsigned a, b, c, d;
+  constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, of Linux 5.16
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kNeeded) == kNeeded &&
+         syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 bool runs(std::string_view level) {
 #if defined(__x86_64__)
@@ -27,7 +46,9 @@ bool runs(std::string_view level) {
   if (level == "v2") return v2;
   if (level == "v3") return v3;
   if (level == "v4") return v4;
-  if (level == "v4_bf16") return v4 && __builtin_cpu_supports("avx512bf16");
+  const bool v4_bf16 = v4 && __builtin_cpu_supports("avx512bf16");
+  if (level == "v4_bf16") return v4_bf16;
+  if (level == "v4_amx") return v4_bf16 && may_use_tiles();
 #endif
   return level == "baseline";
 }
@@ -78,6 +99,10 @@ std::string escaped(const std::string& text) {
 Isa isa() {
   static const Isa level = chosen_level();
   return level;
+}
+
+bool has_tiles() {
+  return kNames[static_cast<int>(isa())] == "v4_amx";
 }
 
 }  // namespace kvops

@@ -2,15 +2,19 @@
 // kvops::<level>. cpu/<op>.cpp, compiled for the baseline, calls the best level of this machine (or the one that
 // KVOPS_ISA names).
 //
-// x86-64 has v2 (SSE4.2), v3 (AVX2, FMA, F16C), v4 (AVX-512) and v4_bf16 (with AVX512-BF16); other processors have
-// `baseline` (NEON on Arm, plain vectors elsewhere). CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...)
-// for each level of this build, lowest first.
+// x86-64 has v2 (SSE4.2), v3 (AVX2, FMA, F16C), v4 (AVX-512), v4_bf16 (with AVX512-BF16) and v4_amx (with AMX), which
+// is the code of v4_bf16 and uses tiles (tiles.h). Other processors have `baseline` (NEON on Arm, plain vectors
+// elsewhere). CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...) for each level of this build, lowest
+// first; KVOPS_EACH_BODY leaves out v4_amx.
 #pragma once
 
 #include "../call.h"
 #include "levels.h"
 
 namespace kvops {
+
+namespace v4_bf16 {}
+namespace v4_amx = v4_bf16;
 
 #define KVOPS_ENUMERATOR(level, ...) level,
 enum class Isa { KVOPS_EACH_LEVEL(KVOPS_ENUMERATOR, ) };
@@ -26,7 +30,7 @@ enum class Isa { KVOPS_EACH_LEVEL(KVOPS_ENUMERATOR, ) };
 // Defines launch_<op>, which calls `void op(const Params&, Call&)` of the level in use.
 #define KVOPS_LEVELS(op, Params)                        \
   namespace kvops {                                     \
-  KVOPS_EACH_LEVEL(KVOPS_DECLARATION, op, Params)       \
+  KVOPS_EACH_BODY(KVOPS_DECLARATION, op, Params)        \
   void launch_##op(const Params& p, Call& call) {       \
     switch (isa()) { KVOPS_EACH_LEVEL(KVOPS_CASE, op) } \
   }                                                     \

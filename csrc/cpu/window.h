@@ -18,6 +18,7 @@
 #include "../dispatch.h"
 #include "products.h"
 #include "rope.h"
+#include "tiles.h"
 #include "window_scratch.h"
 
 namespace kvops::KVOPS_ISA {
@@ -92,15 +93,6 @@ inline void read_key_values(const Window& p, const KVView& of, int64_t head, con
   for (int i = 0; i < block.count; ++i) memcpy(values + i, rows.row(block.first + i), 4);
 }
 
-// tile[key][N vectors] = scale * q . k, over `words` words. q: [words][N vectors].
-template <class Words, int N>
-void multiply(const Block& block, const float* q, int64_t words, float scale, float* tile) {
-  products<Words, N>(block, q, words, [&](int first, F(&sums)[kKeysAtOnce<N>][N]) {
-    for (int k = 0; k < kKeysAtOnce<N>; ++k)
-      for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v] * scale);
-  });
-}
-
 // Rotates a block of keys into `to`.
 template <class T>
 Block turned(const Window& p, int64_t b, const Block& block, float* to) {
@@ -150,7 +142,9 @@ struct WindowWorker {
   const Segments segments;
   const WindowScratch sizes;
   const int64_t vectors, lanes, words;  // per segment; of all rows; per packed row
-  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns, *wide_keys, *wide_values;
+  const Tiles tiles;
+  float *q, *keys, *values, *tile, *partial, *poison, *block_scores, *group_scores, *turns, *wide_keys, *wide_values,
+      *rearranged;
   float *offset, *factor, *sink;           // [lanes]: a row's weight is exp(logit - offset) * factor
   int32_t* limit;                          // [lanes]: 0 in lanes without a row
   const char* key_rows[kBlock];            // the current block's rows, if it is paged
@@ -165,7 +159,8 @@ struct WindowWorker {
         sizes(p_, dv, kDecode),
         vectors(segments.vectors(VL)),
         lanes(segments.lanes(VL)),
-        words(kWidened<T> ? row_shape<T>(p_.k.row_bytes).registers() * kStep<T> : p_.k.row_bytes / 4) {
+        words(kWidened<T> ? row_shape<T>(p_.k.row_bytes).registers() * kStep<T> : p_.k.row_bytes / 4),
+        tiles(Tiles::all_whole(kPairs<T> && words % kTileWords == 0)) {
     const auto take = [&](int64_t floats) {
       float* array = memory;
       memory += floats;
@@ -186,6 +181,7 @@ struct WindowWorker {
     turns = take(sizes.turned);
     wide_keys = take(sizes.wide_keys);
     wide_values = take(sizes.wide_values);
+    rearranged = take(sizes.rearranged);
   }
 
   int64_t batch() const { return head / p.heads; }
@@ -291,11 +287,39 @@ struct WindowWorker {
       for (float *x = tile + i * N * VL, *end = x + N * VL; x < end; x += VL) store(x, load(x) * by_key[i]);
   }
 
+  // tile[key][N vectors] = scale * q . k, for packed rows.
+  template <int N>
+  void multiply(const Block& block, const float* rows, float scale) const {
+    if constexpr (kHasTiles && kPairs<T>)
+      if (tiles.on) return multiply_on_tiles<N>(block, rows, scale);
+    products<typename WordsOf<T>::Type, N>(block, rows, words, [&](int first, F(&sums)[kKeysAtOnce<N>][N]) {
+      for (int k = 0; k < kKeysAtOnce<N>; ++k)
+        for (int v = 0; v < N; ++v) store(tile + ((first + k) * N + v) * VL, sums[k][v] * scale);
+    });
+  }
+  template <int N>
+  void multiply_on_tiles(const Block& block, const float* rows, float scale) const {
+    for (int first = 0; first < block.count; first += kTileRows) {
+      const char* from = block.row(first);
+      int64_t stride = block.stride;
+      if (block.rows || first + kTileRows > block.count) {  // a tile's rows have one stride
+        stride = 4 * words;
+        for (int i = 0; i < kTileRows; ++i)
+          copy_bytes(reinterpret_cast<char*>(keys) + i * stride, block.row(first + i), stride);
+        from = reinterpret_cast<const char*>(keys);
+        Tiles::written();
+      }
+      const auto channels = [&](int64_t step) { return from + step * VB; };
+      multiply_tile<N>(words / kTileWords, channels, stride, rows, tile + first * N * VL);
+    }
+    for (float *x = tile, *end = x + block.count * N * VL; x < end; x += VL) store(x, load(x) * scale);
+  }
+
   // Fills the tile with the logits of a chunk's rows, [key][N vectors].
   template <int N>
   void logits(const Block& block, const Chunk& chunk) const {
     const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
-    multiply<typename WordsOf<T>::Type, N>(block, q + chunk.vector * VL * words, words, scale, tile);
+    multiply<N>(block, q + chunk.vector * VL * words, scale);
     if (p.k_scale.data) scale_tile<N>(block, scales);
     for (int i = 0; p.key_bias.data && i < block.count; ++i)
       for (float *x = tile + i * N * VL, *end = x + N * VL; x < end; x += VL) store(x, load(x) + biases[i]);

@@ -16,7 +16,7 @@
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once
-#include "window.h"
+#include "window_decode_tiles.h"
 
 namespace kvops::KVOPS_ISA {
 namespace {
@@ -50,6 +50,21 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
   rotate_row<T>(to, from, bytes, cos, sin, rope.pairs, rope.interleaved, PutRegister{});
 }
 
+template <class T, int R, bool Integers>
+struct TilesFor {
+  typedef NoTiles Type;
+};
+#if defined(__AMX_BF16__)
+template <int R>
+struct TilesFor<BFloat16, R, false> {
+  typedef PairTiles<BFloat16, R> Type;
+};
+template <int R>
+struct TilesFor<BFloat16, R, true> {
+  typedef DigitTiles<R> Type;
+};
+#endif
+
 // R: the number of queries, rounded up to a power of two by repeating the last query. Stored: Int8, or T for all
 // others.
 template <class T, int R, class Stored>
@@ -60,7 +75,9 @@ struct DecodeWorker {
   static constexpr int kUnitVectors = kUnit * R / VL;  // vectors of logits per unit
   static constexpr int kLanes = kUnitVectors * VL;     // lane i is a logit of query i % R
   static constexpr bool kIntegers = __is_same(Stored, Int8);
-  typedef typename Choose<kPairs<T>, float, T>::Type In;  // bf16 pairs are read as words
+  static constexpr bool kDots = kPairs<T> && !kIntegers;  // converted to floats, int8 needs no second conversion
+  typedef typename Choose<kDots, typename WordsOf<T>::Type, FloatWords>::Type Words;
+  typedef typename Choose<kDots, float, T>::Type In;  // bf16 pairs are read as words
   typedef typename Choose<kIntegers, Int8, In>::Type Key;
   typedef typename Choose<kIntegers, Int8, T>::Type Value;  // with as many elements per register
 
@@ -68,19 +85,24 @@ struct DecodeWorker {
   const WindowScratch sizes;
   const RowShape shape;
   const int64_t width;  // of a packed query
-  float *q, *tile, *turns, *wide_keys, *wide_values;
+  float *const q, *const tile, *const turns, *const wide_keys, *const wide_values, *const rearranged;
+  typename TilesFor<T, R, kIntegers>::Type tiles;
   F offset[kUnitVectors], factor[kUnitVectors], sink[kUnitVectors];
   int64_t head = -1, packed = -1, first = 0, last = 0;
   float weight = 0;
 
   DecodeWorker(const Window& p_, int64_t dv, float* memory)
-      : p(p_), sizes(p_, dv, kDecode), shape(row_shape<In>(p_.k.row_bytes)), width(shape.registers() * kStep<In>) {
-    q = memory;
-    tile = q + sizes.queries;
-    turns = tile + sizes.tile;
-    wide_keys = turns + sizes.turned;
-    wide_values = wide_keys + sizes.wide_keys;
-  }
+      : p(p_),
+        sizes(p_, dv, kDecode),
+        shape(row_shape<In>(p_.k.row_bytes)),
+        width(shape.registers() * kStep<In>),
+        q(memory),
+        tile(q + sizes.queries),
+        turns(tile + sizes.tile),
+        wide_keys(turns + sizes.turned),
+        wide_values(wide_keys + sizes.wide_keys),
+        rearranged(wide_values + sizes.wide_values),
+        tiles(p_, dv, rearranged) {}
 
   bool of_max() const { return p.group_reduce == Reduce::max; }
 
@@ -111,10 +133,12 @@ struct DecodeWorker {
     if (packed == head) return;
     packed = head;
     memset(q, 0, R * width * 4);
+    if constexpr (kHasTiles && __is_same(T, BFloat16))
+      if (tiles.on) return tiles.pack(*this);
     for (int64_t r = 0; r < p.group; ++r) {
       const char* const from = p.q.row(head / p.heads, query_head(r), 0);
       float* const to = q + r * width;
-      if (kPairs<T> && p.q.stride_d == sizeof(T)) {
+      if (kDots && p.q.stride_d == sizeof(T)) {
         copy_bytes(to, from, p.k.row_bytes);
       } else if (!kIntegers && p.q.stride_d == sizeof(T)) {
         for_registers<T>(row_shape<T>(p.k.row_bytes), [&](int64_t c, auto&& load_row) {
@@ -126,7 +150,7 @@ struct DecodeWorker {
         for (int64_t c = 0; c < p.d; ++c) {
           T x;
           memcpy(&x, from + c * p.q.stride_d, sizeof(T));
-          if constexpr (kPairs<T>) {
+          if constexpr (kDots) {
             memcpy(reinterpret_cast<char*>(to) + 2 * c, &x, 2);
           } else {
             to[channel_slot<Key>(c)] = to_float(x);
@@ -166,18 +190,6 @@ struct DecodeWorker {
       return read_block(p, view, head, i, count, rows, widened);
   }
 
-  // Calls fn(register index, loader) for each register of a key, as for_registers does.
-  template <class Fn>
-  void for_key_registers(const Fn& fn) const {
-    if constexpr (!kIntegers || !kPairs<T>) {
-      for_registers<Key>(shape, fn);
-    } else {
-      const auto words = [](const Int8* p, int bytes, F* out) { *out = (F)load_bytes(p, bytes / 2); };
-      for (int c = 0; c < shape.full; ++c) fn(c, [&](const Int8* p, F* out) { words(p + c * (VB / 2), VB, out); });
-      if (shape.part) fn(shape.full, [&](const Int8* p, F* out) { words(p + shape.full * (VB / 2), shape.part, out); });
-    }
-  }
-
   // Prefetches register c of a later block's row. One line at a time: the processor holds few requests for lines, and
   // the loads would wait behind a row's worth of them. 1-byte rows are half as long in memory as registers.
   void prefetch_later(const char* row, int64_t c) const {
@@ -192,28 +204,49 @@ struct DecodeWorker {
     return block_of(view.head(head / p.heads, head % p.heads), next, left < kBlock ? left : kBlock, rows);
   }
 
+  // Rotates key i of a block.
+  void rotate(char* to, const Block& block, int i) const {
+    const SlotRope rope = p.rope;  // a copy, since stores might alias p
+    const int64_t slot = block.first + (i < block.count ? i : block.count - 1), b = head / p.heads;
+    rotate_operand<T>(to, block.row(i), p.k.row_bytes, rope.cos.row(b, slot), rope.sin.row(b, slot), rope);
+  }
+
+  float logit_scale() const { return p.softcap == 0 ? p.scale : p.scale / p.softcap; }
+  int64_t stored_bytes(int64_t row_bytes) const { return p.stored == p.dtype ? row_bytes : row_bytes / 2; }
+
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
   void logits(const Block& block, const Block& then, float* out) {
     pack();
-    with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
-    if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](float& x, float scale) { x *= finite_or_nan(scale); });
+    if constexpr (kHasTiles && __is_same(T, BFloat16))
+      if (tiles.on) tiles.multiply(*this, block, out);
+    if (!tiles.on) with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
+    if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](F x, F scale) { return x * (scale + scale * 0.0f); });
     for (float* x = out; p.softcap != 0 && x < out + (block.count + kUnit - 1) / kUnit * kLanes; x += VL)
       store(x, tanh(load(x)) * p.softcap);
-    if (p.key_bias.data) for_key_values(p.key_bias, block, out, [](float& x, float bias) { x += bias; });
+    if (p.key_bias.data) for_key_values(p.key_bias, block, out, [](F x, F bias) { return x + bias; });
   }
-  // Calls fn(x, value of the key) for what x, [key][R], has for each key.
+  // Replaces what x, [key][R], has for each key by fn(x, value of the key).
   template <class Fn>
   void for_key_values(const KVView& of, const Block& block, float* x, const Fn& fn) const {
-    float values[kBlock];
+    float values[kBlock] = {};
     read_key_values(p, of, head, block, values);
-    for (int i = 0; i < block.count; ++i)
-      for (int r = 0; r < R; ++r) fn(x[i * R + r], values[i]);
+    for (int i = 0; i < block.count; i += VL, x += R * VL) {
+      F repeated[R];  // each value R times
+      repeated[0] = load(values + i);
+#pragma GCC unroll 3
+      for (int count = 1; count < R; count *= 2)
+#pragma GCC unroll 4
+        for (int j = count - 1; j >= 0; --j) {
+          const F y = repeated[j];
+          repeated[2 * j] = zip_low(y, y);
+          repeated[2 * j + 1] = zip_high(y, y);
+        }
+      for (int j = 0; j < R; ++j) store(x + j * VL, fn(load(x + j * VL), repeated[j]));
+    }
   }
   template <int G>
   void logits(const Block& block, const Block& then, float* out) const {
-    const SlotRope rope = p.rope;  // a copy, since stores might alias p
-    const int64_t bytes = p.k.row_bytes, b = head / p.heads;
-    const float scale = p.softcap == 0 ? p.scale : p.scale / p.softcap;
+    const float scale = logit_scale();
     for (int i = 0; i < block.count; i += kUnit) {
       const Key *row[kUnit], *ahead[kUnit];
       const char* then_row[kUnit];
@@ -223,16 +256,15 @@ struct DecodeWorker {
         ahead[k] = reinterpret_cast<const Key*>(block.row(i + k + 2 * kUnit));
         then_row[k] = then.row(i + k);
       }
-      for (int k = 0; rope.pairs && k < kUnit; ++k) {
-        const int64_t slot = block.first + (i + k < block.count ? i + k : block.count - 1);
-        char* const to = reinterpret_cast<char*>(turns) + k * round_up(bytes, VB);
-        rotate_operand<T>(to, block.row(i + k), bytes, rope.cos.row(b, slot), rope.sin.row(b, slot), rope);
+      for (int k = 0; p.rope.pairs && k < kUnit; ++k) {
+        char* const to = reinterpret_cast<char*>(turns) + k * round_up(p.k.row_bytes, VB);
+        rotate(to, block, i + k);
         row[k] = reinterpret_cast<const Key*>(to);
       }
       F sums[kUnit * R];
 #pragma GCC unroll 16
       for (F& sum : sums) sum = F{};  // an initializer would be a slow memset
-      for_key_registers([&](int64_t c, auto&& load_row) {
+      for_registers<Key>(shape, [&](int64_t c, auto&& load_row) {
 #pragma GCC unroll 16
         for (int k = 0; k < kUnit; ++k) {
           F x[kVecs<In>];
@@ -242,8 +274,7 @@ struct DecodeWorker {
 #pragma GCC unroll 8
           for (int r = 0; r < G; ++r)
             for (int j = 0; j < kVecs<In>; ++j)
-              sums[k * R + r] =
-                  WordsOf<T>::Type::add_all(sums[k * R + r], load(q + r * width + (c * kVecs<In> + j) * VL), x[j]);
+              sums[k * R + r] = Words::add_all(sums[k * R + r], load(q + r * width + (c * kVecs<In> + j) * VL), x[j]);
         }
       });
       for (int k = 0; k < kUnit; ++k)
@@ -306,10 +337,12 @@ struct DecodeWorker {
   }
 
   // Adds the block's weighted rows of V to out, [R][registers of V]. Prefetches the rows of `then`.
-  void add_values(const Block& block, const Block& then, int64_t row_bytes, const float* shrink, float* out) const {
+  void add_values(const Block& block, const Block& then, int64_t row_bytes, const float* shrink, float* out) {
     const RowShape of_v = row_shape<T>(row_bytes);
     constexpr int kMost = (VB == 64 ? 16 : 8) / (R * kVecs<T>), C = kMost > 4 ? 4 : kMost > 0 ? kMost : 1;
     int c = 0;
+    if constexpr (kHasTiles && __is_same(T, BFloat16))
+      if (tiles.on) return tiles.add_values(*this, block.count, row_bytes, shrink, out);
     with_group([&](auto group) {
       constexpr int G = decltype(group)::value;
       for (; c + C <= of_v.full; c += C) add_registers<G, C>(block, then, of_v, c, shrink, out);
@@ -325,6 +358,7 @@ struct DecodeWorker {
     const int64_t v_width = of_v.registers() * kStep<T>;
     out += first_register * kStep<T>;
     F sums[G][N];
+#pragma GCC unroll 8
     for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) sums[r][j] = load(out + r * v_width + j * VL) * shrink[r];
     for (int i = 0; i < block.count; ++i) {
@@ -342,6 +376,7 @@ struct DecodeWorker {
       for (int r = 0; r < G; ++r)
         for (int j = 0; j < N; ++j) sums[r][j] += x[j] * tile[i * R + r];
     }
+#pragma GCC unroll 8
     for (int r = 0; r < G; ++r)
       for (int j = 0; j < N; ++j) store(out + r * v_width + j * VL, sums[r][j]);
   }
@@ -364,13 +399,20 @@ struct DecodeWorker {
         values = rows_of(*v, block.first, block.count, rows, wide_values);
         then = following(*v, block, end_of(split, part), next_values);
       }
+      if constexpr (kHasTiles && __is_same(T, BFloat16))
+        if (tiles.on) {
+          tiles.ahead = {{then, then_keys}, {stored_bytes(v ? v->row_bytes : 0), stored_bytes(p.k.row_bytes)}};
+          if (v) tiles.take_values(*this, values, v->row_bytes);
+        }
       logits(block, then, at);
       softmax(block.count, at, peak, total, shrink);
-      if (v && p.v_scale.data) for_key_values(p.v_scale, block, tile, [](float& x, float scale) { x *= scale; });
+      if (v && p.v_scale.data) for_key_values(p.v_scale, block, tile, [](F x, F scale) { return x * scale; });
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;
     });
     if (part.last < split_keys(p.n)) return;
+    if constexpr (kHasTiles && __is_same(T, BFloat16))
+      if (v && tiles.on) tiles.restore_order(v->row_bytes, out);
     for (int j = 0; j < kLanes; j += VL) store(total + j, over_keys(load(total + j), [](F a, F b) { return a + b; }));
   }
 

@@ -51,7 +51,8 @@ struct WindowScratch {
   int64_t lanes;                                      // padded rows of a head
   int64_t queries, keys, values, tile, partial, row;  // per worker
   int64_t turned;                                     // per worker: a block's keys, rotated
-  int64_t wide_keys, wide_values;                     // per worker: a block's 1-byte rows as bf16
+  int64_t wide_keys, wide_values;                     // per worker: a block's rows as bf16, if they are not
+  int64_t rearranged;                                 // per worker: for tiles, a block's values or weights, and sums
   int64_t worker;                                     // per worker: all of these
   int64_t stats;                                      // per item: running maximum and sum
   int64_t out;                                        // per item: sums of weighted V rows
@@ -72,9 +73,14 @@ struct WindowScratch {
     row = lanes;
     turned = p.rope.pairs ? kBlock * round_up(p.k.row_bytes / 4, kMaxLanes) : 0;
     const bool narrow = p.stored != p.dtype;
-    wide_keys = narrow ? kBlock * round_up(p.d / 2, kMaxLanes) : 0;
+    const bool bf16 = p.dtype == DType::bf16;
+    wide_keys = narrow || (decode && bf16) ? kBlock * round_up(p.d / 2, kMaxLanes) : 0;
     wide_values = narrow ? kBlock * round_up(dv / 2, kMaxLanes) : 0;
-    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned + wide_keys + wide_values;
+    rearranged = !bf16 || dv == 0 ? 0
+                 : decode         ? (32 + 2 * kDecodeRows) * round_up(dv, 2 * kMaxLanes)
+                                  : 5 * kMaxLanes * kMaxVectors * kMaxLanes;
+    worker = queries + keys + values + tile + 2 * partial + 2 * kBlock + 4 * row + turned + wide_keys + wide_values +
+             rearranged;
     stats = 2 * lanes;
     out = lanes * round_up(dv, 2 * kMaxLanes);
     logits = p.w == 1 && p.scores ? round_up(segments.count * segment_logits(p, segments), kMaxLanes) : 0;

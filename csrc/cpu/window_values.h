@@ -40,8 +40,14 @@ struct WeightedValues : ValueRows<T> {
   }
 
   void start(const Block& keys) {
-    ValueRows<T>::start(keys);
     const Window& p = worker.p;
+    if constexpr (kHasTiles && kPairs<T>) {
+      if (worker.tiles.on) {
+        block = read_block(p, this->v, worker.head, keys.first, keys.count, this->rows, worker.wide_values);
+        this->transpose();
+      }
+    }
+    if (!worker.tiles.on) ValueRows<T>::start(keys);
     if (p.v_scale.data) read_key_values(p, p.v_scale, worker.head, block, scales);
   }
 
@@ -49,6 +55,8 @@ struct WeightedValues : ValueRows<T> {
   void add(const Chunk& chunk, const F* shrink) const {
     if (worker.p.v_scale.data) worker.template scale_tile<N>(block, scales);
     float* const sums = out + chunk.vector * VL * width;
+    if constexpr (kHasTiles && kPairs<T>)
+      if (worker.tiles.on) return add_on_tiles<N>(shrink, sums);
     int64_t c = 0;
     if constexpr (N <= kVectors / 2)
       for (; c + 8 <= width; c += 8) add_channels<N, 8>(c, shrink, sums);
@@ -75,6 +83,75 @@ struct WeightedValues : ValueRows<T> {
         store(at, load(at) * shrink[j] + sums[c][j]);
       }
   }
+
+#if defined(__AMX_BF16__)
+  // On tiles (tiles.h) the transposed values are the first operand and the weights the second, in pairs of keys. Each
+  // weight is the sum of two bf16 numbers, so the products are exact to 2^-16 of it. A block takes two products, of 32
+  // keys and of the other 16.
+  static constexpr int kProducts = 2, kProductKeys = 2 * kTileWords;
+
+  static U pair(F low, F high) { return (U)low >> 16 | ((U)high & 0xffff0000u); }
+
+  // Transposes the block's values to [product][width][kTileWords pairs of keys].
+  void transpose() const {
+    const RowShape of_v = row_shape<T>(this->v.row_bytes);
+    for (int first = 0; first < block.count; first += kProductKeys) {
+      float* const to = worker.values + first / kProductKeys * width * kTileWords;
+      for_registers<T>(of_v, [&](int64_t c, auto&& load_row) {
+        F pairs[kVecs<T>][VL];
+        for (int i = 0; i < VL; ++i) {
+          const int key = first + 2 * i;
+          F x[kVecs<T>], y[kVecs<T>];
+          load_row(reinterpret_cast<const T*>(block.row(key)), x);
+          load_row(reinterpret_cast<const T*>(block.row(key + 1)), y);
+          for (int j = 0; j < kVecs<T>; ++j)
+            pairs[j][i] = (F)pair(key < block.count ? x[j] : F{}, key + 1 < block.count ? y[j] : F{});
+        }
+        for (int j = 0; j < kVecs<T>; ++j) {
+          F* x = pairs[j];
+          F y[VL];
+          for (int round = 0; round < 4; ++round) {  // a perfect shuffle, which transposes after log2(VL) rounds
+            for (int i = 0; i < VL / 2; ++i) {
+              y[2 * i] = zip_low(x[i], x[i + VL / 2]);
+              y[2 * i + 1] = zip_high(x[i], x[i + VL / 2]);
+            }
+            for (int i = 0; i < VL; ++i) x[i] = y[i];
+          }
+          for (int i = 0; i < VL; ++i) store(to + ((c * kVecs<T> + j) * VL + i) * kTileWords, x[i]);
+        }
+      });
+    }
+  }
+
+  template <int N>
+  void add_on_tiles(const F* shrink, float* out) const {
+    constexpr int64_t kPart = kTileWords * N * VL;  // floats of a product's weights
+    float* const weights = worker.rearranged;       // [product][2][kTileWords][N vectors]
+    float* const sums = weights + kProducts * 2 * kPart;
+    const int products = block.count > kProductKeys ? 2 : 1;
+    for (int i = 0; i < products * kTileWords; ++i)
+      for (int j = 0; j < N; ++j) {
+        const auto weight = [&](int key) { return key < block.count ? load(worker.tile + (key * N + j) * VL) : F{}; };
+        const F x = weight(2 * i), y = weight(2 * i + 1);
+        const auto rest = [](F whole) {  // beyond the upper 16 bits, rounded to as many
+          return (F)((U)(whole - (F)((U)whole & 0xffff0000u)) + 0x8000u);
+        };
+        float* const to = weights + i / kTileWords * 2 * kPart + (i % kTileWords * N + j) * VL;
+        store(to, (F)pair(x, y));
+        store(to + kPart, (F)pair(rest(x), rest(y)));
+      }
+    Tiles::written();
+    for (int64_t c = 0; c < width; c += VL) {
+      const auto values = [&](int64_t step) { return worker.values + (step / 2 * width + c) * kTileWords; };
+      multiply_tile<N>(2 * products, values, VB, weights, sums);
+      for (int i = 0; i < VL; ++i)
+        for (int j = 0; j < N; ++j) {
+          float* const at = out + ((c + i) * N + j) * VL;
+          store(at, load(at) * shrink[j] + load(sums + (i * N + j) * VL));
+        }
+    }
+  }
+#endif
 };
 
 }  // namespace

@@ -1,0 +1,398 @@
+// A decode step on AMX tiles (tiles.h), for window_decode.h.
+//
+// A block's 48 keys times the queries of a group take three tiles of keys, and its values are the second operand of
+// their product with the weights. Between the two products everything is as without tiles: logits and weights are
+// [key][R]. Both products are exact to fp32, though their operands are bf16 or int8: what has more digits than those is
+// split into parts, as further rows or columns of the tiles.
+//
+// - PairTiles, for bf16: a weight is the sum of two bf16 numbers. Values are stored in pairs of keys.
+// - DigitTiles, for int8: a query is the sum of three int8 numbers times 2^14, 2^7 and 1, times a scale, and a weight
+//   that of two. Sums of integers are exact, so the error is 2^-21 of the largest channel of a query, or 2^-16 of the
+//   largest weight of a block. Keys are read in place. Values are stored in fours of keys.
+//
+// A tile is loaded only when all stores to its rows have reached the cache. So the values of a block are rearranged
+// before its keys are multiplied. And a tile's products keep the loads of few lines in flight, so the next block's rows
+// are prefetched a few at a time throughout.
+#pragma once
+#include "window.h"
+
+namespace kvops::KVOPS_ISA {
+namespace {
+
+// The next block's rows of V and then of K, which are prefetched a few at a time.
+struct Ahead {
+  Block blocks[2];
+  int64_t bytes[2];  // of a row
+  int which = 0, row = 0;
+
+  void prefetch(int64_t count) {
+    for (; count > 0 && which < 2; --count) {
+      const char* const at = blocks[which].row(row);
+      for (int64_t byte = 0; byte < bytes[which]; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+      if (++row >= blocks[which].count) row = 0, ++which;
+    }
+  }
+};
+
+struct NoTiles {
+  static constexpr bool on = false;
+  NoTiles(const Window&, int64_t, float*) {}
+};
+
+#if defined(__AMX_BF16__)
+// Rearranges VL keys of [key][R] to vectors of one query; x[i] is then query query_at<R>(i).
+template <int R>
+inline void by_query(F* x) {
+#pragma GCC unroll 3
+  for (int size = R; size > 1; size /= 2) {
+    F y[R];
+#pragma GCC unroll 8
+    for (int i = 0; i < R / 2; ++i) {
+      const int group = i / (size / 2) * size, in = i % (size / 2);
+      y[group + in] = evens(x[group + 2 * in], x[group + 2 * in + 1]);
+      y[group + size / 2 + in] = odds(x[group + 2 * in], x[group + 2 * in + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; ++i) x[i] = y[i];
+  }
+}
+template <int R>
+constexpr int query_at(int i) {  // the bits of i in reverse
+  int query = 0;
+  for (int bit = 1; bit < R; bit *= 2) query = 2 * query + (i & bit ? 1 : 0);
+  return query;
+}
+
+// What both kinds share. Registers: 0 to 2 logits, 3 keys, 4 queries, 5 weights, 6 more weights or values, 7 sums.
+template <int R>
+struct DecodeTiles {
+  static_assert(kBlock == 3 * kTileRows);
+  static constexpr TileShape kLogits = {kTileRows, 4 * R}, kSums = {2 * R, VB};
+  const Tiles tiles;
+  const bool on;
+  Ahead ahead{};
+
+  DecodeTiles(bool wanted, TileShape five, TileShape six)
+      : tiles(wanted, {kLogits, kLogits, kLogits, kWholeTile, kLogits, five, six, kSums}), on(tiles.on) {}
+
+  // A block's weights by query: fn(i, query, weights of keys [i, i + VL)).
+  template <class Fn>
+  static void for_weights(float* tile, int count, const Fn& fn) {
+    for (int i = count * R; i < kBlock * R; ++i) tile[i] = 0.0f;
+    for (int i = 0; i < kBlock; i += VL) {
+      F x[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) x[r] = load(tile + (i + r * (VL / R)) * R);
+      by_query<R>(x);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) fn(i, query_at<R>(r), x[r]);
+    }
+  }
+};
+
+template <class T, int R>
+struct PairTiles : DecodeTiles<R> {
+  static constexpr int kPairRows = 2 * kTileWords;  // of which kBlock / 2 are used
+  using Base = DecodeTiles<R>;
+  using Base::ahead;
+
+  PairTiles(const Window&, int64_t dv, float* rearranged) : Base(true, Base::kSums, Base::kSums) {
+    if (this->on) memset(rearranged, 0, 4 * kPairRows * round_up(dv, kStep<T>));
+  }
+
+  // Packs the queries, [word][R].
+  template <class Worker>
+  void pack(const Worker& worker) const {
+    const Window& p = worker.p;
+    for (int64_t r = 0; r < R; ++r) {
+      const char* const from = p.q.row(worker.head / p.heads, worker.query_head(r), 0);
+      for (int64_t c = 0; c < p.d; ++c)
+        memcpy(reinterpret_cast<char*>(worker.q + c / 2 * R + r) + c % 2 * 2, from + c * p.q.stride_d, 2);
+    }
+  }
+
+  // Rows of a block's keys that tiles can load: converted ones, or those in place if they are whole and enough. Others
+  // are copied.
+  template <class Worker>
+  Block rows(const Worker& worker, const Block& block) const {
+    const int64_t stride = worker.shape.registers() * VB, bytes = worker.p.k.row_bytes;
+    const bool turn = worker.p.rope.pairs, converted = block.data == reinterpret_cast<const char*>(worker.wide_keys);
+    const bool in_place = !block.rows && stride == bytes && block.count == kBlock;
+    if (!turn && (converted || in_place)) return block;
+    float* const copies = turn ? worker.turns : worker.wide_keys;
+    for (int i = 0; i < round_up(block.count, kTileRows); ++i) {
+      char* const to = reinterpret_cast<char*>(copies) + i * stride;
+      memset(to + stride - VB, 0, VB);
+      if (turn) {
+        worker.rotate(to, block, i);
+      } else {
+        copy_bytes(to, block.row(i), bytes);
+      }
+    }
+    return made_block(block, copies, stride);
+  }
+
+  // scale * q . k, [key][R].
+  template <class Worker>
+  void multiply(const Worker& worker, const Block& block, float* out) {
+    const Block keys = rows(worker, block);
+    const int registers = worker.shape.registers();
+    const int64_t stride = keys.stride, further = kTileRows * stride;
+    const char* from = keys.data;
+    const float* queries = worker.q;
+    Tiles::written();
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    for (int c = 0; c < registers; ++c, from += VB, queries += kTileWords * R) {
+      _tile_loadd(4, queries, 4 * R);
+      _tile_loadd(3, from, stride);
+      _tile_dpbf16ps(0, 3, 4);
+      if (block.count > kTileRows) {
+        _tile_loadd(3, from + further, stride);
+        _tile_dpbf16ps(1, 3, 4);
+      }
+      if (block.count > 2 * kTileRows) {
+        _tile_loadd(3, from + 2 * further, stride);
+        _tile_dpbf16ps(2, 3, 4);
+      }
+      ahead.prefetch(32 / registers + 1);
+    }
+    _tile_stored(0, out, 4 * R);
+    if (block.count > kTileRows) _tile_stored(1, out + kTileRows * R, 4 * R);
+    if (block.count > 2 * kTileRows) _tile_stored(2, out + 2 * kTileRows * R, 4 * R);
+    const F scale = splat(worker.logit_scale());
+    for (float *x = out, *end = out + block.count * R; x < end; x += VL) store(x, load(x) * scale);
+  }
+
+  // Rearranges a block's values to [kPairRows][registers of V].
+  template <class Worker>
+  void take_values(const Worker& worker, const Block& block, int64_t row_bytes) {
+    const RowShape of_v = row_shape<T>(row_bytes);
+    const int64_t v_width = of_v.registers() * kStep<T>;
+    float* to = worker.rearranged;
+    for (int i = 0; i < kBlock; i += 2, to += v_width) {
+      if (i >= block.count) {
+        memset(to, 0, 4 * v_width);
+        continue;
+      }
+      const T* const low = reinterpret_cast<const T*>(block.row(i));
+      const T* const high = reinterpret_cast<const T*>(block.row(i + 1));
+      const U both = i + 1 < block.count ? U{} - 1 : U{};
+      ahead.prefetch(1);
+      for_registers<T>(of_v, [&](int64_t c, auto&& load_row) {
+        F x[2], y[2];
+        load_row(low, x);
+        load_row(high, y);
+        for (int j = 0; j < 2; ++j)
+          store(to + c * kStep<T> + j * VL, (F)((U)x[j] >> 16 | ((U)y[j] & both & 0xffff0000u)));
+      });
+    }
+  }
+
+  // Adds the weighted values to out, [R][registers of V].
+  template <class Worker>
+  void add_values(const Worker& worker, int count, int64_t row_bytes, const float* shrink, float* out) {
+    const int64_t v_width = row_shape<T>(row_bytes).registers() * kStep<T>;
+    constexpr int64_t kRow = 2 * VB;  // bytes: of two products
+    char* const weights = reinterpret_cast<char*>(worker.tile + kBlock * R);
+    this->for_weights(worker.tile, count, [&](int i, int r, F x) {
+      const __m256bh first = _mm512_cvtneps_pbh((__m512)x);
+      const F rest = x - (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)first), 16);
+      const __m256bh second = _mm512_cvtneps_pbh((__m512)rest);
+      memcpy(weights + r * kRow + 2 * i, &first, VB / 2);
+      memcpy(weights + (R + r) * kRow + 2 * i, &second, VB / 2);
+    });
+    for (int r = 0; r < 2 * R; ++r) memset(weights + r * kRow + 2 * kBlock, 0, kRow - 2 * kBlock);
+    const float* const values = worker.rearranged;
+    float* const sums = worker.rearranged + kPairRows * v_width;
+    Tiles::written();
+    _tile_loadd(5, weights, kRow);
+    _tile_loadd(6, weights + VB, kRow);
+    for (int64_t c = 0; c < v_width; c += VL) {
+      _tile_zero(7);
+      _tile_loadd(3, values + c, 4 * v_width);
+      _tile_dpbf16ps(7, 5, 3);
+      if (count > 2 * kTileWords) {
+        _tile_loadd(3, values + kTileWords * v_width + c, 4 * v_width);
+        _tile_dpbf16ps(7, 6, 3);
+      }
+      _tile_stored(7, sums + c * 2 * R, VB);
+      ahead.prefetch(40 * VL / v_width + 1);
+    }
+    for (int64_t c = 0; c < v_width; c += VL)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        float* const at = out + r * v_width + c;
+        const float* const added = sums + c * 2 * R + r * VL;
+        store(at, load(at) * shrink[r] + (load(added) + load(added + R * VL)));
+      }
+  }
+
+  void restore_order(int64_t, float*) const {}
+};
+
+template <int R>
+struct DigitTiles : DecodeTiles<R> {
+  static constexpr int kDigits = 3, kFours = kBlock / 4;
+  static constexpr float kLargest = 127 * 256 + 127;  // of two digits
+  using Base = DecodeTiles<R>;
+  using Base::ahead;
+  float query_scale[VL];  // lane i: of query i % R
+
+  // Rows are whole registers, of 64 channels.
+  DigitTiles(const Window& p, int64_t dv, float*)
+      : Base(p.d % VB == 0 && dv % VB == 0, {2 * R, kBlock}, {kFours, VB}) {}
+
+  // Packs the queries' digits, [digit][word][R].
+  template <class Worker>
+  void pack(const Worker& worker) {
+    const Window& p = worker.p;
+    for (int64_t r = 0; r < R; ++r) {
+      const char* const from = p.q.row(worker.head / p.heads, worker.query_head(r), 0);
+      const auto channel = [&](int64_t c) {
+        BFloat16 x;
+        memcpy(&x, from + c * p.q.stride_d, 2);
+        return to_float(x);
+      };
+      float most = 0.0f, poison = 0.0f;
+      for (int64_t c = 0; c < p.d; ++c) {
+        const float x = channel(c);
+        most = x > most ? x : -x > most ? -x : most;
+        poison += x * 0.0f;
+      }
+      const float up = most >= 0x1p-100f ? 0x1p20f / most : 0.0f;
+      for (int i = static_cast<int>(r); i < VL; i += R) query_scale[i] = most * 0x1p-20f + poison;
+      for (int64_t c = 0; c < p.d; ++c) {
+        const float x = channel(c) * up;
+        int32_t left = x == x ? static_cast<int32_t>(x + (x < 0 ? -0.5f : 0.5f)) : 0;
+        for (int digit = kDigits - 1; digit >= 0; --digit) {  // the lowest first: in [-64, 64)
+          const int32_t low = digit ? ((left + 64) & 127) - 64 : left;
+          left = (left - low) >> 7;
+          reinterpret_cast<int8_t*>(worker.q + (digit * p.d / 4 + c / 4) * R + r)[c % 4] = static_cast<int8_t>(low);
+        }
+      }
+    }
+  }
+
+  template <class Worker>
+  void multiply(const Worker& worker, const Block& block, float* out) {
+    const int64_t count = worker.p.d / 4, bytes = worker.p.d;
+    float* const sums = worker.tile + kBlock * R;  // [digit][key][R], of integers
+    for (int i = 0; i < block.count; i += kTileRows) {
+      const char* keys = block.row(i);
+      int64_t stride = block.stride;
+      if (block.rows || i + kTileRows > block.count) {
+        for (int k = 0; k < kTileRows; ++k)
+          copy_bytes(reinterpret_cast<char*>(worker.wide_keys) + k * bytes, block.row(i + k), bytes);
+        keys = reinterpret_cast<const char*>(worker.wide_keys);
+        stride = bytes;
+      }
+      Tiles::written();
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      for (int64_t word = 0; word < count; word += kTileWords) {
+        _tile_loadd(3, keys + 4 * word, stride);
+        _tile_loadd(4, worker.q + word * R, 4 * R);
+        _tile_dpbssd(0, 3, 4);
+        _tile_loadd(4, worker.q + (count + word) * R, 4 * R);
+        _tile_dpbssd(1, 3, 4);
+        _tile_loadd(4, worker.q + (2 * count + word) * R, 4 * R);
+        _tile_dpbssd(2, 3, 4);
+        ahead.prefetch(11 * kTileWords / count + 1);
+      }
+      _tile_stored(0, sums + i * R, 4 * R);
+      _tile_stored(1, sums + (kBlock + i) * R, 4 * R);
+      _tile_stored(2, sums + (2 * kBlock + i) * R, 4 * R);
+    }
+    const F scale = load(query_scale) * worker.logit_scale();
+    for (int64_t i = 0; i < block.count * R; i += VL) {
+      const auto of = [&](int digit) { return __builtin_convertvector((I)load(sums + digit * kBlock * R + i), F); };
+      store(out + i, ((of(0) * 0x1p14f + of(1) * 0x1p7f) + of(2)) * scale);
+    }
+  }
+
+  // Rearranges a block's values to [kFours][dv][4 keys]. In each 64 channels, word 16 t + 4 g + i is channel
+  // 16 g + 4 t + i.
+  template <class Worker>
+  void take_values(const Worker& worker, const Block& block, int64_t row_bytes) {
+    const int64_t dv = row_bytes / 2;
+    char* to = reinterpret_cast<char*>(worker.rearranged);
+    for (int i = 0; i < kBlock; i += 4, to += 4 * dv) {
+      const char* rows[4];
+      for (int k = 0; k < 4; ++k) rows[k] = block.row(i + k);
+      ahead.prefetch(2);
+      for (int64_t c = 0; c < dv; c += VB) {
+        __m512i x[4];
+        for (int k = 0; k < 4; ++k) memcpy(&x[k], rows[k] + c, VB);
+        const __m512i a = _mm512_unpacklo_epi8(x[0], x[1]), b = _mm512_unpackhi_epi8(x[0], x[1]);
+        const __m512i y = _mm512_unpacklo_epi8(x[2], x[3]), z = _mm512_unpackhi_epi8(x[2], x[3]);
+        const __m512i fours[4] = {_mm512_unpacklo_epi16(a, y), _mm512_unpackhi_epi16(a, y), _mm512_unpacklo_epi16(b, z),
+                                  _mm512_unpackhi_epi16(b, z)};
+        memcpy(to + 4 * c, fours, sizeof fours);
+      }
+    }
+  }
+
+  template <class Worker>
+  void add_values(const Worker& worker, int count, int64_t row_bytes, const float* shrink, float* out) {
+    const int64_t dv = row_bytes / 2;
+    F weights[kBlock / VL][R], most[VL], poison[VL];
+#pragma GCC unroll 16
+    for (int r = 0; r < VL; ++r) most[r] = F{}, poison[r] = F{};  // an initializer would be a slow memset
+    this->for_weights(worker.tile, count, [&](int i, int r, F x) {
+      weights[i / VL][r] = x;
+      most[r] = max(most[r], max(x, -x));
+      poison[r] += x * 0.0f;
+    });
+    const F largest = reduce_lanes(most, [](F a, F b) { return max(a, b); });
+    const F not_finite = sum_lanes(poison);
+    float up[VL], down[VL];
+    store(up, largest >= 0x1p-110f ? kLargest / largest : F{});
+    store(down, largest * (1.0f / kLargest) + not_finite);
+    char* const digits = reinterpret_cast<char*>(worker.tile + kBlock * R);  // [digit][R][kBlock]
+    for (int i = 0; i < kBlock / VL; ++i)
+      for (int r = 0; r < R; ++r) {
+        const __m512i x = _mm512_cvtps_epi32((__m512)(weights[i][r] * up[r]));
+        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
+        const __m128i bytes[2] = {_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(x)};
+        for (int digit = 0; digit < 2; ++digit) memcpy(digits + (digit * R + r) * kBlock + i * VL, &bytes[digit], VL);
+      }
+    const float* const values = worker.rearranged;
+    float* const sums = worker.rearranged + kFours * dv;
+    Tiles::written();
+    _tile_loadd(5, digits, kBlock);
+    for (int64_t c = 0; c < dv; c += VL) {
+      _tile_zero(7);
+      _tile_loadd(6, values + c, 4 * dv);
+      _tile_dpbssd(7, 5, 6);
+      _tile_stored(7, sums + c * 2 * R, VB);
+      ahead.prefetch(40 * VL / dv + 1);
+    }
+    for (int64_t c = 0; c < dv; c += VL)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        float* const at = out + r * dv + c;
+        const float* const added = sums + c * 2 * R + r * VL;
+        const F high = __builtin_convertvector((I)load(added), F);
+        const F low = __builtin_convertvector((I)load(added + R * VL), F);
+        store(at, load(at) * shrink[r] + (high * 256.0f + low) * down[r]);
+      }
+  }
+
+  // Puts the channels of out, [R][dv], back into order.
+  void restore_order(int64_t row_bytes, float* out) const {
+    const int64_t dv = row_bytes / 2;
+    for (float* x = out; x < out + R * dv; x += VB) {
+      float ordered[VB];
+      for (int t = 0; t < 4; ++t)
+        for (int g = 0; g < 4; ++g) memcpy(ordered + 16 * g + 4 * t, x + 16 * t + 4 * g, 16);
+      memcpy(x, ordered, sizeof ordered);
+    }
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace kvops::KVOPS_ISA
