@@ -50,16 +50,19 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
   rotate_row<T>(to, from, bytes, cos, sin, rope.pairs, rope.interleaved, PutRegister{});
 }
 
+// Tiles for R queries; for fewer than 4 they take as long as vectors.
 template <class T, int R, bool Integers>
 struct TilesFor {
   typedef NoTiles Type;
 };
 #if defined(__AMX_BF16__)
 template <int R>
+  requires(R >= 4)
 struct TilesFor<BFloat16, R, false> {
   typedef PairTiles<BFloat16, R> Type;
 };
 template <int R>
+  requires(R >= 4)
 struct TilesFor<BFloat16, R, true> {
   typedef DigitTiles<R> Type;
 };
@@ -75,6 +78,8 @@ struct DecodeWorker {
   static constexpr int kUnitVectors = kUnit * R / VL;  // vectors of logits per unit
   static constexpr int kLanes = kUnitVectors * VL;     // lane i is a logit of query i % R
   static constexpr bool kIntegers = __is_same(Stored, Int8);
+  typedef typename TilesFor<T, R, kIntegers>::Type Tiled;
+  static constexpr bool kTiles = !__is_same(Tiled, NoTiles);
   static constexpr bool kDots = kPairs<T> && !kIntegers;  // converted to floats, int8 needs no second conversion
   typedef typename Choose<kDots, typename WordsOf<T>::Type, FloatWords>::Type Words;
   typedef typename Choose<kDots, float, T>::Type In;  // bf16 pairs are read as words
@@ -86,7 +91,7 @@ struct DecodeWorker {
   const RowShape shape;
   const int64_t width;  // of a packed query
   float *const q, *const tile, *const turns, *const wide_keys, *const wide_values, *const rearranged;
-  typename TilesFor<T, R, kIntegers>::Type tiles;
+  Tiled tiles;
   F offset[kUnitVectors], factor[kUnitVectors], sink[kUnitVectors];
   int64_t head = -1, packed = -1, first = 0, last = 0;
   float weight = 0;
@@ -133,7 +138,7 @@ struct DecodeWorker {
     if (packed == head) return;
     packed = head;
     memset(q, 0, R * width * 4);
-    if constexpr (kHasTiles && __is_same(T, BFloat16))
+    if constexpr (kTiles)
       if (tiles.on) return tiles.pack(*this);
     for (int64_t r = 0; r < p.group; ++r) {
       const char* const from = p.q.row(head / p.heads, query_head(r), 0);
@@ -217,7 +222,7 @@ struct DecodeWorker {
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
   void logits(const Block& block, const Block& then, float* out) {
     pack();
-    if constexpr (kHasTiles && __is_same(T, BFloat16))
+    if constexpr (kTiles)
       if (tiles.on) tiles.multiply(*this, block, out);
     if (!tiles.on) with_group([&](auto group) { logits<decltype(group)::value>(block, then, out); });
     if (p.k_scale.data) for_key_values(p.k_scale, block, out, [](F x, F scale) { return x * (scale + scale * 0.0f); });
@@ -341,7 +346,7 @@ struct DecodeWorker {
     const RowShape of_v = row_shape<T>(row_bytes);
     constexpr int kMost = (VB == 64 ? 16 : 8) / (R * kVecs<T>), C = kMost > 4 ? 4 : kMost > 0 ? kMost : 1;
     int c = 0;
-    if constexpr (kHasTiles && __is_same(T, BFloat16))
+    if constexpr (kTiles)
       if (tiles.on) return tiles.add_values(*this, block.count, row_bytes, shrink, out);
     with_group([&](auto group) {
       constexpr int G = decltype(group)::value;
@@ -399,7 +404,7 @@ struct DecodeWorker {
         values = rows_of(*v, block.first, block.count, rows, wide_values);
         then = following(*v, block, end_of(split, part), next_values);
       }
-      if constexpr (kHasTiles && __is_same(T, BFloat16))
+      if constexpr (kTiles)
         if (tiles.on) {
           tiles.ahead = {{then, then_keys}, {stored_bytes(v ? v->row_bytes : 0), stored_bytes(p.k.row_bytes)}};
           if (v) tiles.take_values(*this, values, v->row_bytes);
@@ -411,7 +416,7 @@ struct DecodeWorker {
       if (kept) at += kBlock * R;
     });
     if (part.last < split_keys(p.n)) return;
-    if constexpr (kHasTiles && __is_same(T, BFloat16))
+    if constexpr (kTiles)
       if (v && tiles.on) tiles.restore_order(v->row_bytes, out);
     for (int j = 0; j < kLanes; j += VL) store(total + j, over_keys(load(total + j), [](F a, F b) { return a + b; }));
   }
