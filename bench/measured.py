@@ -22,6 +22,7 @@ Each table is between a marker and `<!-- end -->`:
   -->`: ProtoKV's variants.
 - `<!-- other prompts -->`: the needles of eval-smollm2.json and of eval-smollm2-others.json.
 - `<!-- ragged -->`: bench/experiments/ragged.py.
+- `<!-- rounded step -->`: bench/experiments/rounded_step.py.
 - `<!-- ragged quality -->`, `<!-- shares -->`, `<!-- kvzip plus -->`, `<!-- kvgrad -->`, `<!-- dropkv -->`,
   `<!-- attention matching -->`, `<!-- kvzap -->`, `<!-- kvzap english -->`: the needles of eval-ragged.json,
   eval-shares.json, eval-kvzip-plus.json, eval-kvgrad.json, eval-dropkv.json, eval-attention-matching.json,
@@ -736,6 +737,18 @@ def ragged_table() -> str:
     return markdown(lines)
 
 
+def rounded_step_table() -> str:
+    """Return a row per number of query heads, and for each number of tokens the times as ratios to bf16's."""
+    rows = load("rounded-step")["rows"]
+    sizes = sorted({x["tokens"] for x in rows})
+    columns = [(tokens, dtype) for tokens in sizes for dtype in ("int8", "fp8")]
+    lines = [["query heads per KV head", *(f"{n:,} tokens: {x}" for n, x in columns)], ["---"] * (1 + len(columns))]
+    found = {(x["tokens"], x["group"]): x["ratio"] for x in rows}
+    for group in sorted({x["group"] for x in rows}):
+        lines.append([str(group), *(f"{found[n, group][x]:.2f} x" for n, x in columns)])
+    return markdown(lines)
+
+
 def by_heads_table(record: str) -> str:
     """Return a row per method and division of its budget: the digits found, by cut and budget, and the loss of the text
     after a cut, if the record has it. What a threshold keeps is in the column of the nearest budget."""
@@ -771,6 +784,7 @@ TABLES = {
     "protokv texts": partial(continuation_table, ("ProtoKV", "ProtoKV num_chunks=62", claims.SOFTMAX, "SnapKV")),
     "other prompts": other_prompts_table,
     "ragged": ragged_table,
+    "rounded step": rounded_step_table,
     "ragged quality": partial(by_heads_table, "ragged"),
     "shares": partial(by_heads_table, "shares"),
     "kvzip plus": partial(by_heads_table, "kvzip-plus"),

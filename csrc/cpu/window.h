@@ -2,8 +2,9 @@
 // against all rows of a KV head, the softmax statistics, and the scores.
 //
 // The rows of a KV head (its group's query heads x w) are packed once, and K is read in place (products.h): 128
-// rows (w 32, G 4) read K once. For bf16, pairs of channels use the CPU's bf16 dot products if it has them (level
-// v4_bf16: exact products, fp32 sums). Other 2-byte rows are widened to floats, a block of keys at a time.
+// rows (w 32, G 4) read K once. For bf16, pairs of channels use the CPU's AMX tiles (level v4_amx, tiles.h) or its bf16
+// dot products (v4_bf16), if it has them: exact products, fp32 sums. Other 2-byte rows are widened to floats, a block
+// of keys at a time.
 //
 // A block of 48 keys goes through all steps while it and its logits (48 x 4 vectors) are in the cache; nothing of size
 // rows x n is written. Sums over rows (the scores) are sums of vectors, whose lanes are added for VL keys at a time

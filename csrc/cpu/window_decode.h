@@ -13,6 +13,8 @@
 // int8 rows are converted in registers, in the order of their channels, as they are multiplied. fp8 takes more
 // instructions, so a block of it is converted first.
 //
+// Four query heads and more are enough for AMX tiles, if there are any (window_decode_tiles.h).
+//
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
 #pragma once

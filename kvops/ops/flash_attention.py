@@ -51,7 +51,7 @@ KVOPS_ROWS: dict[bool, dict[torch.dtype, tuple[float, float]]] = {
     True: {
         torch.float32: (math.inf, math.inf),
         torch.float16: (math.inf, math.inf),
-        torch.bfloat16: (0, 4),
+        torch.bfloat16: (128, 16),
     },
 }
 

@@ -742,6 +742,22 @@ def test_steps_of_heads_that_differ(tmp_path, capsys):
     assert "ms, adaptive" in capsys.readouterr().out
 
 
+def test_steps_in_rounded_rows(tmp_path, capsys):
+    import rounded_step
+
+    file = tmp_path / "rounded-step.json"
+    rounded_step.main(
+        ["--tokens", "96", "200", "--groups", "1", "4", "--bytes", "900000", "--rounds", "2", "--json", str(file)]
+    )
+    rows = json.loads(file.read_text())["rows"]
+    assert [(x["tokens"], x["group"], x["layers"]) for x in rows] == [
+        (n, g, m) for n, m in ((96, 3), (200, 2)) for g in (1, 4)
+    ]
+    for row in rows:
+        assert set(row["seconds"]) == {"bf16", "int8", "fp8"} and min(row["ratio"]["int8"], row["ratio"]["fp8"]) > 0
+    assert "ms, bf16" in capsys.readouterr().out
+
+
 def test_decode_in_small(tmp_path, capsys):
     """A row for each method and both baselines; ratios are to the attention over as many tokens."""
     pytest.importorskip("transformers")

@@ -26,6 +26,7 @@ SCHEMAS = [
     for definition in re.findall(r"m\.def\((.*?)\);", (ROOT / "csrc/schema.cpp").read_text(), re.DOTALL)
 ]
 NUMBERS = ops.SCORES | ops.REDUCTIONS
+INFO = kvops.build_info()
 EXACT_BF16 = ("assign_prototypes", "key_similarity", "value_norm")  # they, too, use bf16 dot products
 OPERATORS = sorted({schema.name.removeprefix("kvops::") for schema in SCHEMAS})
 
@@ -172,8 +173,8 @@ def test_the_library_does_without_numpy():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(kvops.build_info()["isa"] in ("v2", "baseline"), reason="this CPU has one level only")
-@pytest.mark.parametrize("level", itertools.takewhile(kvops.build_info()["isa"].__ne__, kvops.build_info()["isa_built"]))
+@pytest.mark.skipif(INFO["isa"] in ("v2", "baseline"), reason="this CPU has one level only")
+@pytest.mark.parametrize("level", itertools.takewhile(lambda x: x != INFO["isa"], INFO["isa_built"]))
 def test_lower_levels_pass_the_operators_tests(level):
     """The lower instruction sets pass the same tests as this machine's best one."""
     tested = OPERATORS
