@@ -34,7 +34,7 @@ struct E4M3 {
 struct E5M2 {
   uint8_t bits;
 };
-// int8 as stored, of rows with a scale each: 1 byte, also widened to bf16 (exact), before the scale.
+// int8 as stored, of rows with a scale each: 1 byte, which fp32 and bf16 represent exactly.
 struct Int8 {
   int8_t value;
 };

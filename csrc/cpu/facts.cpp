@@ -21,7 +21,7 @@ namespace {
 constexpr std::string_view kNames[] = {KVOPS_EACH_LEVEL(KVOPS_NAME, )};
 constexpr int kLevels = static_cast<int>(std::size(kNames));
 
-// Whether this CPU has AMX tiles of bf16 and int8, and the system lets this process use them, which it has to ask for.
+// Whether this CPU has AMX tiles of bf16 and int8, and the system permits this process to use them. Asks it to.
 bool may_use_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   unsigned a, b, c, d;
@@ -54,19 +54,21 @@ bool runs(std::string_view level) {
 }
 
 Isa chosen_level() {
-  int best = kLevels - 1;
-  while (best >= 0 && !runs(kNames[best])) --best;
-  if (best < 0)
-    throw std::invalid_argument("this CPU runs none of the instruction-set levels that were built (" KVOPS_LEVEL_LIST
-                                "); build kvops with KVOPS_LEVELS=all, or on this machine");
+  const auto best = [] {
+    int level = kLevels - 1;
+    while (level >= 0 && !runs(kNames[level])) --level;
+    if (level < 0)
+      throw std::invalid_argument("this CPU runs none of the instruction-set levels that were built (" KVOPS_LEVEL_LIST
+                                  "); build kvops with KVOPS_LEVELS=all, or on this machine");
+    return level;
+  };
   const char* forced = std::getenv("KVOPS_ISA");
-  if (!forced || !*forced) return static_cast<Isa>(best);
+  if (!forced || !*forced) return static_cast<Isa>(best());
   for (int i = 0; i < kLevels; ++i) {
     if (forced != kNames[i]) continue;
-    if (i > best)
-      throw std::invalid_argument(std::string("KVOPS_ISA=") + forced +
-                                  " is not supported by this CPU, expected at most " + std::string(kNames[best]));
-    return static_cast<Isa>(i);
+    if (runs(kNames[i])) return static_cast<Isa>(i);
+    throw std::invalid_argument(std::string("KVOPS_ISA=") + forced +
+                                " is not supported by this machine, expected at most " + std::string(kNames[best()]));
   }
   throw std::invalid_argument(std::string("KVOPS_ISA must be one of " KVOPS_LEVEL_LIST ", got ") + forced);
 }

@@ -1,8 +1,9 @@
-// Products of bf16 numbers on AMX tiles, which the level v4_amx has: code of v4_bf16 that asks has_tiles() first.
+// Products of bf16 and int8 numbers on AMX tiles. The level v4_amx has them; it is the code of v4_bf16, which asks
+// has_tiles().
 //
 // A tile register holds up to 16 rows of 64 bytes, for example 32 channels of 16 keys, which it loads in place. One
 // instruction multiplies it with 32 numbers of up to 16 rows and adds the products, in fp32, to a third register: as
-// many as 32 dot-product instructions of AVX512-BF16, in 16 cycles. The second operand is stored in pairs: word w of a
+// many as 256 dot-product instructions of AVX512-BF16, in 16 cycles. The second operand is stored in pairs: word w of a
 // row is numbers 2w and 2w + 1, and the same words of all rows are neighbours. That is how products.h packs rows too.
 //
 // Rounding is that of the dot-product instructions: exact products, sums in fp32, subnormal numbers are 0.
@@ -29,7 +30,8 @@ constexpr TileShape kWholeTile = {16, VB};
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
 
-// The tile registers of this thread, for as long as the object lives.
+// The tile registers of this thread, until they are released. (A destructor would bring exception tables, and these a
+// weak symbol.)
 class Tiles {
  public:
   const bool on;
@@ -45,10 +47,11 @@ class Tiles {
     written();
     _tile_loadconfig(&config);
   }
-  ~Tiles() {
+  Tiles(const Tiles&) = delete;
+
+  void release() const {
     if (on) _tile_release();
   }
-  Tiles(const Tiles&) = delete;
 
   static Tiles all_whole(bool wanted) {
     constexpr TileShape x = kWholeTile;
@@ -64,6 +67,7 @@ class Tiles {
 // first operand, 5 to 7 the second; all whole.
 template <int N, class First>
 inline void multiply_tile(int64_t steps, const First& first, int64_t stride, const float* second, float* out) {
+  Tiles::written();
   _tile_zero(0);
   if constexpr (N > 1) _tile_zero(1);
   if constexpr (N > 2) _tile_zero(2);
@@ -97,7 +101,7 @@ struct Tiles {
   static constexpr bool on = false;
   Tiles(bool, const TileShape (&)[8]) {}
   static Tiles all_whole(bool) { return {false, {}}; }
-  static void written() {}
+  void release() const {}
 };
 
 template <int N, class First>

@@ -76,6 +76,18 @@ inline Block read_block(const Window& p, const KVView& view, int64_t head, int64
   return block;
 }
 
+// A block whose rows tiles can load, with one stride and in whole tiles: the block itself, or copies of its rows at
+// `copies`, padded to `stride` bytes with zeros.
+inline Block tile_rows(const Block& block, int64_t bytes, int64_t stride, float* copies) {
+  if (!block.rows && block.count % kTileRows == 0 && bytes == stride) return block;
+  for (int i = 0; i < round_up(block.count, kTileRows); ++i) {
+    char* const to = reinterpret_cast<char*>(copies) + i * stride;
+    copy_bytes(to, block.row(i), bytes);
+    memset(to + bytes, 0, stride - bytes);
+  }
+  return made_block(block, copies, stride);
+}
+
 // The vectors of rows in one register block, in packing order.
 struct Chunk {
   int64_t vector;  // the first vector
@@ -274,6 +286,7 @@ struct WindowWorker {
     block = read_block(p, p.k, head, block.first, block.count, key_rows, wide_keys);
     if (p.rope.pairs) block = turned<T>(p, batch(), block, turns);
     if (kWidened<T>) widen_rows(p.k.row_bytes, block, keys);
+    if (tiles.on) block = tile_rows(block, p.k.row_bytes, 4 * words, keys);
     if (p.key_bias.data) read_key_values(p, p.key_bias, head, block, biases);
     if (p.k_scale.data) {
       read_key_values(p, p.k_scale, head, block, scales);
@@ -301,17 +314,8 @@ struct WindowWorker {
   template <int N>
   void multiply_on_tiles(const Block& block, const float* rows, float scale) const {
     for (int first = 0; first < block.count; first += kTileRows) {
-      const char* from = block.row(first);
-      int64_t stride = block.stride;
-      if (block.rows || first + kTileRows > block.count) {  // a tile's rows have one stride
-        stride = 4 * words;
-        for (int i = 0; i < kTileRows; ++i)
-          copy_bytes(reinterpret_cast<char*>(keys) + i * stride, block.row(first + i), stride);
-        from = reinterpret_cast<const char*>(keys);
-        Tiles::written();
-      }
-      const auto channels = [&](int64_t step) { return from + step * VB; };
-      multiply_tile<N>(words / kTileWords, channels, stride, rows, tile + first * N * VL);
+      const auto channels = [&](int64_t step) { return block.row(first) + step * VB; };
+      multiply_tile<N>(words / kTileWords, channels, block.stride, rows, tile + first * N * VL);
     }
     for (float *x = tile, *end = x + block.count * N * VL; x < end; x += VL) store(x, load(x) * scale);
   }
@@ -576,6 +580,7 @@ void for_splits(const Window& p, int64_t dv, const Workers& workers, const Fn& f
       worker.take_head(item / sizes.splits);
       fn(worker, item);
     }
+    worker.tiles.release();
   });
 }
 
@@ -599,6 +604,7 @@ void for_parts(const Window& p, int64_t dv, const Workers& workers, const Fn& fn
           worker.take_head(head);
           fn(worker, item, Share{i, i + kTurnedRun < size ? i + kTurnedRun : size});
         }
+    worker.tiles.release();
   });
 }
 

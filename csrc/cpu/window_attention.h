@@ -7,10 +7,10 @@
 //
 // FlashAttention over splits of the keys. A block of 48 keys yields its logits, the running softmax turns them into
 // weights in place, and the weights multiply the block's V rows. Each element of V is broadcast against vectors of
-// rows, as for K, so the output sums are transposed, [dv][rows]. 2-byte V rows are widened; weights stay fp32. Every
-// split keeps its own maxima, sums and outputs, which are combined in key order. Then lse is known, and the scores are
-// window_scores' second pass. This second product is cheaper than writing and reading rows x n logits (with 128 rows,
-// 128 floats per key, for a key of 128 channels).
+// rows, as for K, so the output sums are transposed, [dv][rows]. 2-byte V rows are widened and weights stay fp32,
+// except on tiles (window_values.h). Every split keeps its own maxima, sums and outputs, which are combined in key
+// order. Then lse is known, and the scores are window_scores' second pass. This second product is cheaper than writing
+// and reading rows x n logits (with 128 rows, 128 floats per key, for a key of 128 channels).
 //
 // Work is split over (batch, head) and over splits of at least 3072 keys, whose size depends on n alone.
 #include "../ops/window_attention.h"

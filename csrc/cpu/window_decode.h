@@ -13,7 +13,8 @@
 // int8 rows are converted in registers, in the order of their channels, as they are multiplied. fp8 takes more
 // instructions, so a block of it is converted first.
 //
-// Four query heads and more are enough for AMX tiles, if there are any (window_decode_tiles.h).
+// Three query heads and more are enough for AMX tiles, if there are any. They multiply whole blocks, with prefetches of
+// their own (window_decode_tiles.h).
 //
 // If keys are rotated at their slots, a unit's keys are rotated into scratch that stays in L1, just before their
 // products: 48 vector instructions for a key of 64 pairs in bf16 (AVX512-BF16). The tables come from L2 (for_parts).
@@ -61,7 +62,7 @@ struct TilesFor {
 template <int R>
   requires(R >= 4)
 struct TilesFor<BFloat16, R, false> {
-  typedef PairTiles<BFloat16, R> Type;
+  typedef PairTiles<R> Type;
 };
 template <int R>
   requires(R >= 4)
@@ -135,7 +136,7 @@ struct DecodeWorker {
 
   int64_t query_head(int64_t r) const { return head % p.heads * p.group + (r < p.group ? r : p.group - 1); }
 
-  // Packs the queries of the head, unless they are packed already. Repeated ones are not read.
+  // Packs the queries of the head, unless they are packed already. Vectors do not read repeated ones.
   void pack() {
     if (packed == head) return;
     packed = head;
@@ -220,6 +221,12 @@ struct DecodeWorker {
 
   float logit_scale() const { return p.softcap == 0 ? p.scale : p.scale / p.softcap; }
   int64_t stored_bytes(int64_t row_bytes) const { return p.stored == p.dtype ? row_bytes : row_bytes / 2; }
+
+  // Makes tiles prefetch the rows of the next block.
+  void look_ahead(const KVView* v, const Block& values, const Block& keys) {
+    if constexpr (kTiles)
+      tiles.ahead = {{values, keys}, {v ? stored_bytes(v->row_bytes) : 0, stored_bytes(p.k.row_bytes)}, v ? 0 : 1};
+  }
 
   // out: [keys in whole units][R]. Prefetches the rows of `then`.
   void logits(const Block& block, const Block& then, float* out) {
@@ -406,11 +413,9 @@ struct DecodeWorker {
         values = rows_of(*v, block.first, block.count, rows, wide_values);
         then = following(*v, block, end_of(split, part), next_values);
       }
+      look_ahead(v, then, then_keys);
       if constexpr (kTiles)
-        if (tiles.on) {
-          tiles.ahead = {{then, then_keys}, {stored_bytes(v ? v->row_bytes : 0), stored_bytes(p.k.row_bytes)}};
-          if (v) tiles.take_values(*this, values, v->row_bytes);
-        }
+        if (v && tiles.on) tiles.take_values(*this, values, v->row_bytes);
       logits(block, then, at);
       softmax(block.count, at, peak, total, shrink);
       if (v && p.v_scale.data) for_key_values(p.v_scale, block, tile, [](F x, F scale) { return x * scale; });
@@ -481,8 +486,12 @@ struct DecodeWorker {
   // kept: the split's logits, or null: recompute them.
   void second_pass(int64_t split, const float* kept, bool dot) {
     for_blocks(split, {0, split_keys(p.n)}, [&](const Block& block) {
-      const char* next_keys[kBlock];
-      if (!kept) logits(block, following(p.k, block, end_of(split, {0, split_keys(p.n)}), next_keys), tile);
+      if (!kept) {
+        const char* next_keys[kBlock];
+        const Block then = following(p.k, block, end_of(split, {0, split_keys(p.n)}), next_keys);
+        look_ahead(nullptr, then, then);
+        logits(block, then, tile);
+      }
       score_block(block, kept ? kept : tile, dot);
       if (kept) kept += kBlock * R;
     });

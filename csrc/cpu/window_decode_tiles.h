@@ -2,8 +2,8 @@
 //
 // A block's 48 keys times the queries of a group take three tiles of keys, and its values are the second operand of
 // their product with the weights. Between the two products everything is as without tiles: logits and weights are
-// [key][R]. Both products are exact to fp32, though their operands are bf16 or int8: what has more digits than those is
-// split into parts, as further rows or columns of the tiles.
+// [key][R]. What has more digits than the operands, bf16 or int8, is split into parts, as further rows or columns of
+// the tiles.
 //
 // - PairTiles, for bf16: a weight is the sum of two bf16 numbers. Values are stored in pairs of keys.
 // - DigitTiles, for int8: a query is the sum of three int8 numbers times 2^14, 2^7 and 1, times a scale, and a weight
@@ -37,6 +37,7 @@ struct Ahead {
 struct NoTiles {
   static constexpr bool on = false;
   NoTiles(const Window&, int64_t, float*) {}
+  void release() const {}
 };
 
 #if defined(__AMX_BF16__)
@@ -75,6 +76,8 @@ struct DecodeTiles {
   DecodeTiles(bool wanted, TileShape five, TileShape six)
       : tiles(wanted, {kLogits, kLogits, kLogits, kWholeTile, kLogits, five, six, kSums}), on(tiles.on) {}
 
+  void release() const { tiles.release(); }
+
   // A block's weights by query: fn(i, query, weights of keys [i, i + VL)).
   template <class Fn>
   static void for_weights(float* tile, int count, const Fn& fn) {
@@ -90,8 +93,9 @@ struct DecodeTiles {
   }
 };
 
-template <class T, int R>
+template <int R>
 struct PairTiles : DecodeTiles<R> {
+  typedef BFloat16 T;
   static constexpr int kPairRows = 2 * kTileWords;  // of which kBlock / 2 are used
   using Base = DecodeTiles<R>;
   using Base::ahead;
@@ -111,25 +115,18 @@ struct PairTiles : DecodeTiles<R> {
     }
   }
 
-  // Rows of a block's keys that tiles can load: converted ones, or those in place if they are whole and enough. Others
-  // are copied.
+  // A block's keys as tiles load them; fp8 is converted already.
   template <class Worker>
   Block rows(const Worker& worker, const Block& block) const {
     const int64_t stride = worker.shape.registers() * VB, bytes = worker.p.k.row_bytes;
-    const bool turn = worker.p.rope.pairs, converted = block.data == reinterpret_cast<const char*>(worker.wide_keys);
-    const bool in_place = !block.rows && stride == bytes && block.count == kBlock;
-    if (!turn && (converted || in_place)) return block;
-    float* const copies = turn ? worker.turns : worker.wide_keys;
-    for (int i = 0; i < round_up(block.count, kTileRows); ++i) {
-      char* const to = reinterpret_cast<char*>(copies) + i * stride;
-      memset(to + stride - VB, 0, VB);
-      if (turn) {
-        worker.rotate(to, block, i);
-      } else {
-        copy_bytes(to, block.row(i), bytes);
-      }
+    if (!worker.p.rope.pairs)
+      return worker.p.stored == worker.p.dtype ? tile_rows(block, bytes, stride, worker.wide_keys) : block;
+    for (int i = 0; i < block.count; ++i) {
+      char* const to = reinterpret_cast<char*>(worker.turns) + i * stride;
+      worker.rotate(to, block, i);
+      memset(to + bytes, 0, stride - bytes);
     }
-    return made_block(block, copies, stride);
+    return made_block(block, worker.turns, stride);
   }
 
   // scale * q . k, [key][R].
@@ -277,23 +274,16 @@ struct DigitTiles : DecodeTiles<R> {
 
   template <class Worker>
   void multiply(const Worker& worker, const Block& block, float* out) {
-    const int64_t count = worker.p.d / 4, bytes = worker.p.d;
+    const int64_t count = worker.p.d / 4;
+    const Block keys = tile_rows(block, worker.p.d, worker.p.d, worker.wide_keys);
     float* const sums = worker.tile + kBlock * R;  // [digit][key][R], of integers
     for (int i = 0; i < block.count; i += kTileRows) {
-      const char* keys = block.row(i);
-      int64_t stride = block.stride;
-      if (block.rows || i + kTileRows > block.count) {
-        for (int k = 0; k < kTileRows; ++k)
-          copy_bytes(reinterpret_cast<char*>(worker.wide_keys) + k * bytes, block.row(i + k), bytes);
-        keys = reinterpret_cast<const char*>(worker.wide_keys);
-        stride = bytes;
-      }
       Tiles::written();
       _tile_zero(0);
       _tile_zero(1);
       _tile_zero(2);
       for (int64_t word = 0; word < count; word += kTileWords) {
-        _tile_loadd(3, keys + 4 * word, stride);
+        _tile_loadd(3, keys.row(i) + 4 * word, keys.stride);
         _tile_loadd(4, worker.q + word * R, 4 * R);
         _tile_dpbssd(0, 3, 4);
         _tile_loadd(4, worker.q + (count + word) * R, 4 * R);

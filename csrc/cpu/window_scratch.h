@@ -51,7 +51,7 @@ struct WindowScratch {
   int64_t lanes;                                      // padded rows of a head
   int64_t queries, keys, values, tile, partial, row;  // per worker
   int64_t turned;                                     // per worker: a block's keys, rotated
-  int64_t wide_keys, wide_values;                     // per worker: a block's rows as bf16, if they are not
+  int64_t wide_keys, wide_values;                     // per worker: a block's rows as bf16, or copied for tiles
   int64_t rearranged;                                 // per worker: for tiles, a block's values or weights, and sums
   int64_t worker;                                     // per worker: all of these
   int64_t stats;                                      // per item: running maximum and sum

@@ -41,13 +41,12 @@ struct WeightedValues : ValueRows<T> {
 
   void start(const Block& keys) {
     const Window& p = worker.p;
-    if constexpr (kHasTiles && kPairs<T>) {
-      if (worker.tiles.on) {
-        block = read_block(p, this->v, worker.head, keys.first, keys.count, this->rows, worker.wide_values);
-        this->transpose();
-      }
+    if (worker.tiles.on) {
+      block = read_block(p, this->v, worker.head, keys.first, keys.count, this->rows, worker.wide_values);
+      if constexpr (kHasTiles && kPairs<T>) this->transpose();
+    } else {
+      ValueRows<T>::start(keys);
     }
-    if (!worker.tiles.on) ValueRows<T>::start(keys);
     if (p.v_scale.data) read_key_values(p, p.v_scale, worker.head, block, scales);
   }
 
@@ -56,7 +55,7 @@ struct WeightedValues : ValueRows<T> {
     if (worker.p.v_scale.data) worker.template scale_tile<N>(block, scales);
     float* const sums = out + chunk.vector * VL * width;
     if constexpr (kHasTiles && kPairs<T>)
-      if (worker.tiles.on) return add_on_tiles<N>(shrink, sums);
+      if (worker.tiles.on) return this->template add_on_tiles<N>(shrink, sums);
     int64_t c = 0;
     if constexpr (N <= kVectors / 2)
       for (; c + 8 <= width; c += 8) add_channels<N, 8>(c, shrink, sums);

@@ -49,8 +49,8 @@ KVOPS_ROWS: dict[bool, dict[torch.dtype, tuple[float, float]]] = {
         torch.bfloat16: (math.inf, math.inf),
     },
     True: {
-        torch.float32: (math.inf, math.inf),
-        torch.float16: (math.inf, math.inf),
+        torch.float32: (1024, 256),
+        torch.float16: (1024, math.inf),
         torch.bfloat16: (128, 16),
     },
 }

@@ -136,7 +136,10 @@ def int8(k, v):
 
 @pytest.mark.parametrize(
     "group, w, d, dv",
-    [(1, 1, 32, 48), (3, 1, 80, 64), (8, 1, 16, 16), (9, 1, 48, 80), (2, 6, 32, 32), (3, 20, 80, 48), (3, 5, 272, 96)],
+    [
+        *((1, 1, 32, 48), (3, 1, 80, 64), (8, 1, 16, 16), (9, 1, 48, 80), (2, 6, 32, 32), (3, 20, 80, 48), (3, 5, 272, 96)),
+        *((4, 1, 64, 128), (7, 1, 128, 64)),  # decode on tiles
+    ],
 )
 def test_int8(group, w, d, dv):
     """With every option but RoPE; scales of any strides. Scales of 1 give what bf16 rows give."""
@@ -227,9 +230,9 @@ def test_a_bias_that_is_not_finite_leaves_its_key_out(dtype, w):
 
 @pytest.mark.parametrize("layout", kit.LAYOUTS)
 @pytest.mark.parametrize("dtype", kit.DTYPES)
-@pytest.mark.parametrize("w", [1, 5])
-def test_layouts_change_nothing(layout, dtype, w):
-    q, k, v, visible = window(2, 2, 2, w, 150, 72, dtype)
+@pytest.mark.parametrize("group, w, d", [(2, 1, 72), (2, 5, 72), (4, 1, 64), (3, 5, 96)])
+def test_layouts_change_nothing(layout, dtype, group, w, d):
+    q, k, v, visible = window(2, 2, group, w, 150, d, dtype)
     expected = ops.window_attention(q, k, v, visible)
     others = (kit.laid_out(q, layout), q.mT.contiguous().mT, torch.stack([q, q], -1)[..., 1])
     for other in others:

@@ -153,7 +153,7 @@ def test_row_weights(group, w, dtype):
     assert (none == 0).all()
 
 
-@pytest.mark.parametrize("group, w, d", [(4, 1, 48), (3, 5, 32), (12, 1, 80), (2, 40, 272)])
+@pytest.mark.parametrize("group, w, d", [(4, 1, 48), (5, 1, 64), (3, 5, 32), (12, 1, 80), (2, 40, 272)])
 def test_int8(group, w, d):
     """As the numbers that the rows stand for, with every option."""
     q, k, visible = kit.window(2, 2, group, w, 95, d, torch.bfloat16)

@@ -129,9 +129,10 @@ def level_objects(level: str) -> list[Path]:
 
 
 @needs_nm
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [x for x in LEVELS if x != "v4_amx"])  # which has no objects of its own
 def test_level_objects_hold_nothing_but_their_kernels(level):
     """The linker could pick a template of std or torch that was compiled at a high level, for every CPU."""
+    foreign = {"memcpy", "memset", "memmove", "_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail", "kvops::has_tiles()"}
     objects = level_objects(level)
     if not objects:
         pytest.skip("no build folder")
@@ -140,7 +141,7 @@ def test_level_objects_hold_nothing_but_their_kernels(level):
             if kind in "WVuvw":
                 raise AssertionError(f"{path.name}: weak symbol {name}")
             if kind == "U":
-                assert name in {"memcpy", "memset", "memmove", "_GLOBAL_OFFSET_TABLE_", "__stack_chk_fail"}, path.name
+                assert name in foreign, path.name
             elif kind.isupper():
                 assert f"kvops::{level}::" in name, f"{path.name}: {name} is not of its level"
 
@@ -165,7 +166,7 @@ def test_isa_can_be_forced(level):
         error = run(sys.executable, "-c", code, env={"KVOPS_ISA": level}, expect=1)
         assert (
             last_line(error)
-            == f"ImportError: kvops: KVOPS_ISA={level} is not supported by this CPU, expected at most {LEVELS[best]}"
+            == f"ImportError: kvops: KVOPS_ISA={level} is not supported by this machine, expected at most {LEVELS[best]}"
         )
 
 
