@@ -27,6 +27,11 @@ struct TileShape {
 };
 constexpr TileShape kWholeTile = {16, VB};
 
+// Pairs of bf16 numbers, from floats that hold them; other floats are truncated.
+inline U pair(F low, F high) {
+  return (U)low >> 16 | ((U)high & 0xffff0000u);
+}
+
 #if defined(__AMX_BF16__)
 constexpr bool kHasTiles = true;
 

@@ -66,17 +66,13 @@ constexpr int query_at(int i) {  // the bits of i in reverse
 
 // What both kinds share. Registers: 0 to 2 logits, 3 keys, 4 queries, 5 weights, 6 more weights or values, 7 sums.
 template <int R>
-struct DecodeTiles {
+struct DecodeTiles : Tiles {
   static_assert(kBlock == 3 * kTileRows);
   static constexpr TileShape kLogits = {kTileRows, 4 * R}, kSums = {2 * R, VB};
-  const Tiles tiles;
-  const bool on;
   Ahead ahead{};
 
   DecodeTiles(bool wanted, TileShape five, TileShape six)
-      : tiles(wanted, {kLogits, kLogits, kLogits, kWholeTile, kLogits, five, six, kSums}), on(tiles.on) {}
-
-  void release() const { tiles.release(); }
+      : Tiles(wanted, {kLogits, kLogits, kLogits, kWholeTile, kLogits, five, six, kSums}) {}
 
   // A block's weights by query: fn(i, query, weights of keys [i, i + VL)).
   template <class Fn>
@@ -181,8 +177,7 @@ struct PairTiles : DecodeTiles<R> {
         F x[2], y[2];
         load_row(low, x);
         load_row(high, y);
-        for (int j = 0; j < 2; ++j)
-          store(to + c * kStep<T> + j * VL, (F)((U)x[j] >> 16 | ((U)y[j] & both & 0xffff0000u)));
+        for (int j = 0; j < 2; ++j) store(to + c * kStep<T> + j * VL, (F)pair(x[j], (F)((U)y[j] & both)));
       });
     }
   }

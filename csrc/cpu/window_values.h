@@ -89,8 +89,6 @@ struct WeightedValues : ValueRows<T> {
   // keys and of the other 16.
   static constexpr int kProducts = 2, kProductKeys = 2 * kTileWords;
 
-  static U pair(F low, F high) { return (U)low >> 16 | ((U)high & 0xffff0000u); }
-
   // Transposes the block's values to [product][width][kTileWords pairs of keys].
   void transpose() const {
     const RowShape of_v = row_shape<T>(this->v.row_bytes);
