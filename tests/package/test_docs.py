@@ -163,6 +163,7 @@ def check_python(words: list[str], monkeypatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr("kvops.eval.models.found", lambda name: name)  # without a download
     monkeypatch.setattr(sys, "path", [str((ROOT / words[0]).parent), *sys.path])
     module = words[0] == "-m"
     monkeypatch.setattr(sys, "argv", words[1:] if module else words)
