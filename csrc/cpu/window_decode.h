@@ -334,6 +334,7 @@ struct DecodeWorker {
         store(tile + i, usable);
       }
     }
+    tiles.keep_awake();
     for (int j = 0; j < kUnitVectors; ++j) {
       const F before = load(peak + j * VL);
       const F now = max(before, over_keys(top[j], [](F a, F b) { return max(a, b); }));
@@ -416,8 +417,10 @@ struct DecodeWorker {
       look_ahead(v, then, then_keys);
       if constexpr (kTiles)
         if (v && tiles.on) tiles.take_values(*this, values, v->row_bytes);
+      tiles.keep_awake();
       logits(block, then, at);
       softmax(block.count, at, peak, total, shrink);
+      tiles.keep_awake();
       if (v && p.v_scale.data) for_key_values(p.v_scale, block, tile, [](F x, F scale) { return x * scale; });
       if (v) add_values(values, then_keys, v->row_bytes, shrink, out);
       if (kept) at += kBlock * R;

@@ -3,7 +3,7 @@
 // A block's 48 keys times the queries of a group take three tiles of keys, and its values are the second operand of
 // their product with the weights. Between the two products everything is as without tiles: logits and weights are
 // [key][R]. What has more digits than the operands, bf16 or int8, is split into parts, as further rows or columns of
-// the tiles.
+// the tiles. A product of 16 rows takes the same time with 1 to 16 columns.
 //
 // - PairTiles, for bf16: a weight is the sum of two bf16 numbers. Values are stored in pairs of keys.
 // - DigitTiles, for int8: a query is the sum of three int8 numbers times 2^14, 2^7 and 1, times a scale, and a weight
@@ -37,6 +37,7 @@ struct Ahead {
 struct NoTiles {
   static constexpr bool on = false;
   NoTiles(const Window&, int64_t, float*) {}
+  void keep_awake() const {}
   void release() const {}
 };
 
@@ -64,21 +65,59 @@ constexpr int query_at(int i) {  // the bits of i in reverse
   return query;
 }
 
-// What both kinds share. Registers: 0 to 2 logits, 3 keys, 4 queries, 5 weights, 6 more weights or values, 7 sums.
+// What both kinds share. Registers: 0 and 1 logits, 3 keys, 4 queries, 5 weights, 6 more weights or values, 7 sums.
 template <int R>
 struct DecodeTiles : Tiles {
   static_assert(kBlock == 3 * kTileRows);
-  static constexpr TileShape kLogits = {kTileRows, 4 * R}, kSums = {2 * R, VB};
+  static constexpr TileShape kSums = {2 * R, VB};
   Ahead ahead{};
 
-  DecodeTiles(bool wanted, TileShape five, TileShape six)
-      : Tiles(wanted, {kLogits, kLogits, kLogits, kWholeTile, kLogits, five, six, kSums}) {}
+  DecodeTiles(bool wanted, TileShape logits, TileShape six)
+      : Tiles(wanted, {logits, logits, logits, kWholeTile, logits, kSums, six, kSums}) {}
+
+  // sums[query tile][key][columns] = a block's keys times queries, [query tile][word][columns]. add(i) adds the product
+  // of registers 3 and 4 to register i.
+  template <int kQueryTiles, class Add>
+  void multiply_keys(const Block& keys, int64_t steps, const float* queries, int columns, float* sums, const Add& add) {
+    const int64_t pitch = 4 * columns;
+    Tiles::written();
+    for (int i = 0; i < keys.count; i += kTileRows) {
+      _tile_zero(0);
+      if constexpr (kQueryTiles > 1) _tile_zero(1);
+      const float* tile = queries;
+      for (int64_t step = 0; step < steps; ++step, tile += kTileWords * columns) {
+        _tile_loadd(3, keys.row(i) + step * VB, keys.stride);
+        _tile_loadd(4, tile, pitch);
+        add(0);
+        if constexpr (kQueryTiles > 1) {
+          _tile_loadd(4, tile + steps * kTileWords * columns, pitch);
+          add(1);
+        }
+        ahead.prefetch(11 / steps + 1);
+      }
+      _tile_stored(0, sums + i * columns, pitch);
+      if constexpr (kQueryTiles > 1) _tile_stored(1, sums + (kBlock + i) * columns, pitch);
+    }
+  }
+
+  // Adds to out, [R][width], what sum(r, first, second) makes of both parts of a block's sums, [vector][2][R].
+  template <class Sum>
+  static void add_sums(int64_t width, const float* sums, const float* shrink, float* out, const Sum& sum) {
+    for (int64_t c = 0; c < width; c += VL)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        float* const at = out + r * width + c;
+        const float* const added = sums + c * 2 * R + r * VL;
+        store(at, load(at) * shrink[r] + sum(r, load(added), load(added + R * VL)));
+      }
+  }
 
   // A block's weights by query: fn(i, query, weights of keys [i, i + VL)).
   template <class Fn>
-  static void for_weights(float* tile, int count, const Fn& fn) {
+  void for_weights(float* tile, int count, const Fn& fn) const {
     for (int i = count * R; i < kBlock * R; ++i) tile[i] = 0.0f;
     for (int i = 0; i < kBlock; i += VL) {
+      keep_awake();
       F x[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) x[r] = load(tile + (i + r * (VL / R)) * R);
@@ -96,7 +135,7 @@ struct PairTiles : DecodeTiles<R> {
   using Base = DecodeTiles<R>;
   using Base::ahead;
 
-  PairTiles(const Window&, int64_t dv, float* rearranged) : Base(true, Base::kSums, Base::kSums) {
+  PairTiles(const Window&, int64_t dv, float* rearranged) : Base(true, {kTileRows, 4 * R}, Base::kSums) {
     if (this->on) memset(rearranged, 0, 4 * kPairRows * round_up(dv, kStep<T>));
   }
 
@@ -129,31 +168,8 @@ struct PairTiles : DecodeTiles<R> {
   template <class Worker>
   void multiply(const Worker& worker, const Block& block, float* out) {
     const Block keys = rows(worker, block);
-    const int registers = worker.shape.registers();
-    const int64_t stride = keys.stride, further = kTileRows * stride;
-    const char* from = keys.data;
-    const float* queries = worker.q;
-    Tiles::written();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    for (int c = 0; c < registers; ++c, from += VB, queries += kTileWords * R) {
-      _tile_loadd(4, queries, 4 * R);
-      _tile_loadd(3, from, stride);
-      _tile_dpbf16ps(0, 3, 4);
-      if (block.count > kTileRows) {
-        _tile_loadd(3, from + further, stride);
-        _tile_dpbf16ps(1, 3, 4);
-      }
-      if (block.count > 2 * kTileRows) {
-        _tile_loadd(3, from + 2 * further, stride);
-        _tile_dpbf16ps(2, 3, 4);
-      }
-      ahead.prefetch(32 / registers + 1);
-    }
-    _tile_stored(0, out, 4 * R);
-    if (block.count > kTileRows) _tile_stored(1, out + kTileRows * R, 4 * R);
-    if (block.count > 2 * kTileRows) _tile_stored(2, out + 2 * kTileRows * R, 4 * R);
+    this->template multiply_keys<1>(keys, worker.shape.registers(), worker.q, R, out,
+                                    [](int) { _tile_dpbf16ps(0, 3, 4); });
     const F scale = splat(worker.logit_scale());
     for (float *x = out, *end = out + block.count * R; x < end; x += VL) store(x, load(x) * scale);
   }
@@ -173,6 +189,7 @@ struct PairTiles : DecodeTiles<R> {
       const T* const high = reinterpret_cast<const T*>(block.row(i + 1));
       const U both = i + 1 < block.count ? U{} - 1 : U{};
       ahead.prefetch(1);
+      if (i % 16 == 0) this->keep_awake();
       for_registers<T>(of_v, [&](int64_t c, auto&& load_row) {
         F x[2], y[2];
         load_row(low, x);
@@ -212,13 +229,7 @@ struct PairTiles : DecodeTiles<R> {
       _tile_stored(7, sums + c * 2 * R, VB);
       ahead.prefetch(40 * VL / v_width + 1);
     }
-    for (int64_t c = 0; c < v_width; c += VL)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        float* const at = out + r * v_width + c;
-        const float* const added = sums + c * 2 * R + r * VL;
-        store(at, load(at) * shrink[r] + (load(added) + load(added + R * VL)));
-      }
+    this->add_sums(v_width, sums, shrink, out, [](int, F first, F second) { return first + second; });
   }
 
   void restore_order(int64_t, float*) const {}
@@ -226,17 +237,17 @@ struct PairTiles : DecodeTiles<R> {
 
 template <int R>
 struct DigitTiles : DecodeTiles<R> {
-  static constexpr int kDigits = 3, kFours = kBlock / 4;
-  static constexpr float kLargest = 127 * 256 + 127;  // of two digits
+  static constexpr int kDigits = 3, kColumns = 16;                    // of a tile of queries
+  static constexpr int kQueryTiles = kDigits * R > kColumns ? 2 : 1;  // column digit * R + r: of a query
+  static constexpr float kLargest = 127 * 256 + 127;                  // of two digits
   using Base = DecodeTiles<R>;
   using Base::ahead;
   float query_scale[VL];  // lane i: of query i % R
 
   // Rows are whole registers, of 64 channels.
-  DigitTiles(const Window& p, int64_t dv, float*)
-      : Base(p.d % VB == 0 && dv % VB == 0, {2 * R, kBlock}, {kFours, VB}) {}
+  DigitTiles(const Window& p, int64_t dv, float*) : Base(p.d % VB == 0 && dv % VB == 0, kWholeTile, kWholeTile) {}
 
-  // Packs the queries' digits, [digit][word][R].
+  // Packs the queries' digits, [query tile][word][kColumns].
   template <class Worker>
   void pack(const Worker& worker) {
     const Window& p = worker.p;
@@ -261,7 +272,9 @@ struct DigitTiles : DecodeTiles<R> {
         for (int digit = kDigits - 1; digit >= 0; --digit) {  // the lowest first: in [-64, 64)
           const int32_t low = digit ? ((left + 64) & 127) - 64 : left;
           left = (left - low) >> 7;
-          reinterpret_cast<int8_t*>(worker.q + (digit * p.d / 4 + c / 4) * R + r)[c % 4] = static_cast<int8_t>(low);
+          const int64_t column = digit * R + r;
+          float* const word = worker.q + (column / kColumns * p.d / 4 + c / 4) * kColumns + column % kColumns;
+          reinterpret_cast<int8_t*>(word)[c % 4] = static_cast<int8_t>(low);
         }
       }
     }
@@ -269,45 +282,47 @@ struct DigitTiles : DecodeTiles<R> {
 
   template <class Worker>
   void multiply(const Worker& worker, const Block& block, float* out) {
-    const int64_t count = worker.p.d / 4;
+    constexpr int kSums = kBlock * kColumns;
+    const int64_t steps = worker.p.d / VB;
     const Block keys = tile_rows(block, worker.p.d, worker.p.d, worker.wide_keys);
-    float* const sums = worker.tile + kBlock * R;  // [digit][key][R], of integers
-    for (int i = 0; i < block.count; i += kTileRows) {
-      Tiles::written();
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      for (int64_t word = 0; word < count; word += kTileWords) {
-        _tile_loadd(3, keys.row(i) + 4 * word, keys.stride);
-        _tile_loadd(4, worker.q + word * R, 4 * R);
-        _tile_dpbssd(0, 3, 4);
-        _tile_loadd(4, worker.q + (count + word) * R, 4 * R);
-        _tile_dpbssd(1, 3, 4);
-        _tile_loadd(4, worker.q + (2 * count + word) * R, 4 * R);
-        _tile_dpbssd(2, 3, 4);
-        ahead.prefetch(11 * kTileWords / count + 1);
-      }
-      _tile_stored(0, sums + i * R, 4 * R);
-      _tile_stored(1, sums + (kBlock + i) * R, 4 * R);
-      _tile_stored(2, sums + (2 * kBlock + i) * R, 4 * R);
-    }
+    float* const sums = worker.tile + kBlock * R;  // [query tile][key][kColumns], of integers
+    this->template multiply_keys<kQueryTiles>(keys, steps, worker.q, kColumns, sums, [](int to) {
+      if (to == 0) _tile_dpbssd(0, 3, 4);
+      if (to == 1) _tile_dpbssd(1, 3, 4);
+    });
     const F scale = load(query_scale) * worker.logit_scale();
-    for (int64_t i = 0; i < block.count * R; i += VL) {
-      const auto of = [&](int digit) { return __builtin_convertvector((I)load(sums + digit * kBlock * R + i), F); };
-      store(out + i, ((of(0) * 0x1p14f + of(1) * 0x1p7f) + of(2)) * scale);
+    for (int i = 0; i < block.count; i += VL / R) {
+      __m512 x[4], digits[kDigits];  // x: four keys, or two of both tiles
+      for (int k = 0; k < 4; ++k) x[k] = (__m512)load(sums + k * R / VL * kSums + (i + k % (VL / R)) * kColumns);
+      by_digit(x, digits);
+      const auto of = [&](int digit) { return __builtin_convertvector((I)digits[digit], F); };
+      store(out + i * R, ((of(0) * 0x1p14f + of(1) * 0x1p7f) + of(2)) * scale);
+    }
+  }
+  // From [key][digit][R], to [key][R] for each digit.
+  static void by_digit(const __m512* x, __m512* digits) {
+    const __m512 a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+    const __m512 c = _mm512_shuffle_f32x4(x[2], x[3], 0x44), d = _mm512_shuffle_f32x4(x[2], x[3], 0xee);
+    if constexpr (kQueryTiles == 2) {
+      digits[0] = a, digits[1] = b, digits[2] = c;
+    } else {
+      digits[0] = _mm512_shuffle_f32x4(a, c, 0x88);
+      digits[1] = _mm512_shuffle_f32x4(a, c, 0xdd);
+      digits[2] = _mm512_shuffle_f32x4(b, d, 0x88);
     }
   }
 
-  // Rearranges a block's values to [kFours][dv][4 keys]. In each 64 channels, word 16 t + 4 g + i is channel
-  // 16 g + 4 t + i.
+  // Rearranges a block's values to [kTileWords][dv][4 keys], with keys in the order of `digits`. In each 64 channels,
+  // word 16 t + 4 g + i is channel 16 g + 4 t + i.
   template <class Worker>
   void take_values(const Worker& worker, const Block& block, int64_t row_bytes) {
     const int64_t dv = row_bytes / 2;
-    char* to = reinterpret_cast<char*>(worker.rearranged);
-    for (int i = 0; i < kBlock; i += 4, to += 4 * dv) {
+    for (int i = 0; i < kBlock; i += 4) {
+      char* const to = reinterpret_cast<char*>(worker.rearranged) + (i % VL + i / VL) * 4 * dv;
       const char* rows[4];
       for (int k = 0; k < 4; ++k) rows[k] = block.row(i + k);
       ahead.prefetch(2);
+      if (i % 16 == 0) this->keep_awake();
       for (int64_t c = 0; c < dv; c += VB) {
         __m512i x[4];
         for (int k = 0; k < 4; ++k) memcpy(&x[k], rows[k] + c, VB);
@@ -336,18 +351,21 @@ struct DigitTiles : DecodeTiles<R> {
     float up[VL], down[VL];
     store(up, largest >= 0x1p-110f ? kLargest / largest : F{});
     store(down, largest * (1.0f / kLargest) + not_finite);
-    char* const digits = reinterpret_cast<char*>(worker.tile + kBlock * R);  // [digit][R][kBlock]
-    for (int i = 0; i < kBlock / VL; ++i)
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = _mm512_cvtps_epi32((__m512)(weights[i][r] * up[r]));
-        const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-        const __m128i bytes[2] = {_mm512_cvtepi32_epi8(high), _mm512_cvtepi32_epi8(x)};
-        for (int digit = 0; digit < 2; ++digit) memcpy(digits + (digit * R + r) * kBlock + i * VL, &bytes[digit], VL);
-      }
+    float* const digits = worker.tile + kBlock * R;  // [digit][R] words of four keys: 0, 16, 32, none, 4, 20, 36, ..
+    static_assert(kBlock == 3 * VL);
+    for (int r = 0; r < R; ++r) {
+      __m512i x[4] = {};
+      for (int i = 0; i < 3; ++i) x[i] = _mm512_cvtps_epi32((__m512)(weights[i][r] * up[r]));
+      const __m512i first = _mm512_packs_epi32(x[0], x[1]), second = _mm512_packs_epi32(x[2], x[3]);
+      const auto high = [](__m512i y) { return _mm512_srai_epi16(_mm512_add_epi16(y, _mm512_set1_epi16(128)), 8); };
+      const auto low = [](__m512i y) { return _mm512_srai_epi16(_mm512_slli_epi16(y, 8), 8); };
+      store(digits + r * VL, (F)_mm512_packs_epi16(high(first), high(second)));
+      store(digits + (R + r) * VL, (F)_mm512_packs_epi16(low(first), low(second)));
+    }
     const float* const values = worker.rearranged;
-    float* const sums = worker.rearranged + kFours * dv;
+    float* const sums = worker.rearranged + kTileWords * dv;
     Tiles::written();
-    _tile_loadd(5, digits, kBlock);
+    _tile_loadd(5, digits, VB);
     for (int64_t c = 0; c < dv; c += VL) {
       _tile_zero(7);
       _tile_loadd(6, values + c, 4 * dv);
@@ -355,15 +373,9 @@ struct DigitTiles : DecodeTiles<R> {
       _tile_stored(7, sums + c * 2 * R, VB);
       ahead.prefetch(40 * VL / dv + 1);
     }
-    for (int64_t c = 0; c < dv; c += VL)
-#pragma GCC unroll 8
-      for (int r = 0; r < R; ++r) {
-        float* const at = out + r * dv + c;
-        const float* const added = sums + c * 2 * R + r * VL;
-        const F high = __builtin_convertvector((I)load(added), F);
-        const F low = __builtin_convertvector((I)load(added + R * VL), F);
-        store(at, load(at) * shrink[r] + (high * 256.0f + low) * down[r]);
-      }
+    this->add_sums(dv, sums, shrink, out, [&](int r, F high, F low) {
+      return (__builtin_convertvector((I)high, F) * 256.0f + __builtin_convertvector((I)low, F)) * down[r];
+    });
   }
 
   // Puts the channels of out, [R][dv], back into order.
