@@ -28,7 +28,7 @@ except ImportError as error:
 
 # ruff: noqa: E402  (after these checks)
 from . import distributed, methods, ops
-from ._lib import build_info, debug_checks
+from ._lib import build_info, cmake_prefix_path, debug_checks, include_dir
 from .cache import Cache, OutOfPages, PagedCache
 from .methods import *  # noqa: F403
 from .methods.functions import *  # noqa: F403  (mypy does not follow how methods.__all__ is made)
@@ -50,9 +50,11 @@ __all__ = [
     "attention",
     "attention_backends",
     "build_info",
+    "cmake_prefix_path",
     "debug_checks",
     "dequantize_rows",
     "distributed",
+    "include_dir",
     "lacache_plan",
     "ops",
     "quantize_rows",

@@ -149,6 +149,16 @@ _facts.pop("error")
 _facts["cuda"]["loaded"] = not _facts["cuda"]["why"]
 
 
+def include_dir() -> str:
+    """Return the folder of `kvops.h`, which declares the operators as C++ functions, and `kvops_aten.h`."""
+    return str(LIBRARY.with_name("include"))
+
+
+def cmake_prefix_path() -> str:
+    """Return the folder where CMake's `find_package(kvops)` finds the targets `kvops::kvops` and `kvops::cuda`."""
+    return str(LIBRARY.with_name("share") / "cmake")
+
+
 def build_info() -> dict[str, Any]:
     """Report versions, the CPU instruction set in use, and what was built and loaded. `python -m kvops` prints it.
 

@@ -6,6 +6,7 @@
 - The tables of methods in README.md and docs/methods.md: a row per page in docs/methods/, from its title, the list
   below it, and its paper.
 - The lists of policies and functions in docs/api/, and the methods' pages in the navigation of mkdocs.yml.
+- kvops/include/kvops.h: the operators as C++ functions, from their schemas.
 - The table of operators in README.md, from the first sentences of their docstrings, their list in docs/api/, and their
   schemas in docs/operators.md, all in the order of csrc/schema.cpp.
 """
@@ -18,6 +19,8 @@ import re
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
+
+import cpp_header
 
 from kvops import ops
 from kvops.methods import METHODS, Policy, functions
@@ -113,6 +116,7 @@ def written() -> dict[Path, str]:
 
     begin = "<!-- operators -->\n\n"
     operators = list(dict.fromkeys(re.split(r"[.(]", x)[0] for x in schemas()))
+    files[ROOT / "kvops/include/kvops.h"] = cpp_header.header(schemas(), {x: about(x) for x in operators})
     put("README.md", table("| operator | what it does |", [(f"`{x}`", about(x)) for x in operators]), begin)
     put("docs/api/ops.md", "\n\n".join(f"::: kvops.ops.{x}" for x in operators), begin)
     put("docs/operators.md", "\n".join(map(wrapped, schemas())), f"{begin}```text\n", "\n```\n\n<!-- end -->")

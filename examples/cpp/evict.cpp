@@ -1,29 +1,15 @@
-// Calls kvops' operators from C++, without Python: load the library, find the operators in torch's dispatcher, and evict
-// three quarters of a KV cache with KeyDiff. For CUDA tensors, load libkvops_cuda.so as well.
+// Calls kvops' operators from C++, without Python: evicts three quarters of a KV cache with KeyDiff.
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <dlfcn.h>
+#include <kvops_aten.h>
 
 #include <iostream>
 
-using Arguments = std::vector<c10::IValue>;
-
-// The results of an operator, called as in Python: by name, with positional and keyword arguments.
-Arguments call(const char* name, Arguments stack, const std::unordered_map<std::string, c10::IValue>& keywords = {}) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  op.schema().checkAndNormalizeInputs(stack, keywords);  // also fills in the defaults
-  op.callBoxed(&stack);
-  return stack;
-}
-
-int main(int argc, char** argv) {
-  if (argc != 2 || !dlopen(argv[1], RTLD_NOW)) {
-    std::cerr << (argc == 2 ? dlerror() : "usage: evict path/to/libkvops.so") << "\n";
-    return 1;
-  }
-  at::Tensor k = at::randn({1, 8, 4096, 128}, at::kBFloat16), v = at::randn_like(k);  // [batch, KV heads, tokens, head_dim]
-  at::Tensor scores = call("kvops::anchor_cosine", {k})[0].toTensor();
-  at::Tensor kept = call("kvops::select_topk", {scores}, {{"k", 1024}})[0].toTensor();
-  Arguments rows = call("kvops::gather_kv", {k, v, kept});
-  std::cout << "K " << k.sizes() << " -> " << rows[0].toTensor().sizes() << "\n";
+int main() {
+  const at::Tensor cache =
+      at::randn({2, 1, 8, 4096, 128}, at::kBFloat16);  // [K and V, batch, KV heads, tokens, head_dim]
+  const kvops::Tensor k = kvops::from_aten(cache[0]), v = kvops::from_aten(cache[1]);
+  const auto [scores, anchor] = kvops::anchor_cosine(k);
+  const kvops::Tensor kept = kvops::select_topk(scores, 1024, {.sinks = 4});
+  const auto [kept_k, kept_v] = kvops::gather_kv(k, v, kept);
+  std::cout << "K " << cache[0].sizes() << " -> " << kvops::to_aten(kept_k).sizes() << "\n";
 }

@@ -38,7 +38,8 @@ matmul: the product of the window and K alone (key_similarity: of K and K; value
 as many FLOP as the row). flash: torch's FlashAttention on the same rows, without scores.
 repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows as one layer with a larger
 batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax. assign_prototypes: that step
-alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp. not rounded: K and V before int8."""
+alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp. no bias: without `key_bias`. not rounded: K
+and V before int8."""
 CUDA_LEGEND = """
 Times come from CUDA graphs of several calls, between events, over inputs that do not fit in the L2 cache.
 eager, compile: how many times longer a common PyTorch formulation takes, eager and under torch.compile (select_topk:
@@ -49,7 +50,7 @@ value_norm: of V and the output projection; as many FLOP as the row). flash, cud
 the same rows, without scores. repeat_kv: eager PyTorch with K repeated for each query head. one layer: the same rows
 as one layer with a larger batch. index_select: into out=. bf16 product: K times the prototypes, without the argmax.
 assign_prototypes: that step alone. SnapKV: eager. our SnapKV: snapkv_compress without the log-sum-exp. K-means: ten
-iterations in eager PyTorch. not rounded: K and V before they were rounded to int8."""
+iterations in eager PyTorch. no bias: without `key_bias`. not rounded: K and V before they were rounded to int8."""
 CUDA_N = [131072, 16384, 1048576]  # the most important first
 STUCK = 45  # seconds until a row counts as hung; it takes a few on a GPU, and may take 4 times this with torch.compile
 MOST = 2**31 - 1  # tokens

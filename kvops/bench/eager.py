@@ -56,10 +56,12 @@ def window_scores(q: Tensor, k: Tensor) -> Tensor:
     return window_weights(grouped_logits(q * d**-0.5, k), w).sum(3).mean(2)
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[b, Hq, w, d], [b, Hk, n, d] twice -> [b, Hq, w, d], [b, Hq, w], [b, Hk, n]."""
+def window_attention(q: Tensor, k: Tensor, v: Tensor, key_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """[b, Hq, w, d], [b, Hk, n, d] twice, [b, Hk, n] -> [b, Hq, w, d], [b, Hq, w], [b, Hk, n]."""
     w, d = q.shape[2:]
     logits = grouped_logits(q * d**-0.5, k)
+    if key_bias is not None:
+        logits = logits + key_bias.unsqueeze(2)
     weights = window_weights(logits, w)
     first = logits.unflatten(2, (-1, w))[..., 0].float()
     lse = first - weights[..., 0].log()

@@ -440,9 +440,9 @@ def _window_attention(rows: int, floor: Callable[[Case], int], **row: Any) -> Ro
     )
 
 
-def _turned_decode(c: Case, tables: dict[str, Any], k: Tensor | None = None) -> Any:
+def _decode(c: Case, k: Tensor | None = None, **options: Any) -> Any:
     w = c.window(1)
-    return ops.window_attention(w.q, c.k if k is None else k, c.v, w.visible, **tables)
+    return ops.window_attention(w.q, c.k if k is None else k, c.v, w.visible, **options)
 
 
 def _snapkv(with_lse: bool, **row: Any) -> Row:
@@ -565,16 +565,25 @@ ROWS: dict[str, Row] = {
         1, lambda c: size(c.k, c.v), copy_goal=0.8, peer_goals={"flash": 1 / 1.1, "cudnn": 1 / 1.1}
     ),
     "window_attention, decode, RoPE": Row(
-        forms={"": lambda c: _turned_decode(c, dict(zip(("cos", "sin"), c.angles)))},
+        forms={"": lambda c: _decode(c, cos=c.angles[0], sin=c.angles[1])},
         eager=eager.turned_attention,
         args=lambda c: (c.window(1).q, c.k, c.v, *c.angles),
         bytes=lambda c: size(c.k, c.v, *c.angles),
         against="read",
         touched=lambda c: (c.k, c.v),
         peers=lambda c: {
-            "rotated before": lambda: _turned_decode(c, {}),
-            "rope_at_slots first": lambda: _turned_decode(c, {}, ops.rope_at_slots(c.k, *c.angles, out=c.rope_out[0])),
+            "rotated before": lambda: _decode(c),
+            "rope_at_slots first": lambda: _decode(c, ops.rope_at_slots(c.k, *c.angles, out=c.rope_out[0])),
         },
+    ),
+    "window_attention, decode, bias": Row(
+        forms={"": lambda c: _decode(c, key_bias=c.scores)},
+        eager=eager.window_attention,
+        args=lambda c: (c.window(1).q, c.k, c.v, c.scores),
+        bytes=lambda c: size(c.k, c.v, c.scores),
+        against="read",
+        touched=lambda c: (c.k, c.v),
+        peers=lambda c: {"no bias": lambda: _decode(c)},
     ),
     "window_attention, decode, int8": Row(
         forms={"": lambda c: ops.window_attention(c.window(1).q.bfloat16(), visible=c.window(1).visible, **c.int8)},
@@ -584,7 +593,7 @@ ROWS: dict[str, Row] = {
         against="read",
         touched=lambda c: (c.int8["k"], c.int8["v"]),
         peers=lambda c: {
-            "not rounded": lambda: ops.window_attention(c.window(1).q, c.k, c.v, c.window(1).visible),
+            "not rounded": lambda: _decode(c),
         },
     ),
     "gather_kv": _gather(lambda c: c.indices),

@@ -105,6 +105,7 @@ CALLS = [
     Call("window_attention", tokens=4096, dram=1.4, l2=1.52, sectors=1.4, conflicts=7.7, why=PARTS),
     Call("window_attention, decode", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.9, why=LOGITS),
     Call("window_attention, decode, RoPE", dram=1.1, l2=1.95, sectors=1.55, conflicts=0.9, why=TABLES),
+    Call("window_attention, decode, bias", dram=1.1, l2=1.15, sectors=1.06, conflicts=0.9, why=LOGITS),
     Call("window_attention, decode, int8", dram=1.2, l2=1.22, sectors=1.06, conflicts=9.6, why=LOGITS),
     Call("drop_scores", tokens=2048, dram=1.5, l2=1.68, sectors=1.43, conflicts=3.1, why=PARTS),
     Call("gather_kv"),

@@ -82,6 +82,8 @@ def check_here() -> None:
     assert not (package.parent / "CMakeLists.txt").exists(), f"kvops was imported from the source tree, {package}"
     forced = os.environ.get("KVOPS_ISA")
     assert forced in (None, info["isa"]), info
+    assert Path(kvops.include_dir(), "kvops.h").is_file()
+    assert Path(kvops.cmake_prefix_path(), "kvops/kvopsConfig.cmake").is_file()
     check_operators("cpu")
     if torch.cuda.is_available():
         assert info["cuda"]["loaded"], info["cuda"]["why"]

@@ -1,0 +1,109 @@
+"""kvops.h, which tools/tables.py generates, the CMake package and examples/cpp: the operators called from C++."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvops
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+EXAMPLE = ROOT / "examples/cpp"
+TORCH = Path(torch.__file__).parent
+PACKAGE = Path(kvops.build_info()["library"]).parent
+COMPILER = [*shlex.split(os.environ.get("CXX") or "c++"), "-std=c++20", "-Wall", "-Wextra", "-Werror"]
+# -isystem: warnings in torch's headers are not ours.
+INCLUDES = ["-isystem", TORCH / "include", "-I", kvops.include_dir()]
+LIBRARIES = [f"-L{TORCH}/lib", f"-L{PACKAGE}", f"-Wl,-rpath,{TORCH}/lib:{PACKAGE}", "-ltorch_cpu", "-lc10", "-lkvops"]
+
+pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="no source tree")
+
+
+def run(*command):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_package_has_them():
+    assert {x.name for x in Path(kvops.include_dir()).iterdir()} == {"kvops.h", "kvops_aten.h"}
+    assert (Path(kvops.cmake_prefix_path()) / "kvops/kvopsConfig.cmake").is_file()
+
+
+@pytest.mark.full
+def test_the_header_is_enough_and_calls_as_python_does(tmp_path):
+    """Two files that include it are linked, and its results are those of the same calls in Python."""
+    other = tmp_path / "other.cpp"
+    other.write_text('#include "kvops.h"\nkvops::Tensor norms(kvops::Tensor v) { return kvops::value_range(v); }\n')
+    program = tmp_path / "calls"
+    run(*COMPILER, *INCLUDES, HERE / "header_calls.cpp", other, "-o", program, "-Wl,--no-as-needed", *LIBRARIES)
+    plan = kvops.lacache_plan(64, num_layers=2, budget=32)
+    lines = run(program, *plan.encoded).splitlines()
+
+    def waves(tokens, step):
+        return torch.sin(torch.arange(2 * tokens * 64, dtype=torch.double) * step).float().view(1, 2, tokens, 64)
+
+    k, v, q = waves(64, 0.37), waves(64, 0.71), waves(1, 0.93)
+    visible = torch.tensor([64], dtype=torch.int32)
+    scores, bias = kvops.ops.lag_score(k, v, lag=8, prefix=4, v_weight=0.5), kvops.ops.value_range(v)
+    out, lse, attention = kvops.ops.window_attention(q, k, v, visible, scale=0.3, group_reduce="max", key_bias=bias)
+    dot = kvops.ops.window_scores(q, k, visible, score="dot")
+    kept = kvops.ops.select_topk(bias, k=16, sinks=2, window=3)
+    k_out, v_out = kvops.ops.gather_kv(k, v, kept)
+    ladder_k, ladder_v = kvops.ops.ladder_gather([k, v], [v, k], plan=plan, layer=[0, 1])
+    kvops.ops.compact_kv_(k, v, kept)
+    expected = {
+        "lag_score": scores,
+        **{"out": out, "lse": lse, "attention": attention, "dot": dot, "kept": kept},
+        **{"k_out": k_out, "v_out": v_out, "ladder 0": ladder_k[0], "ladder 1": ladder_v[1], "compacted": k},
+    }
+    for line, (name, x) in zip(lines, expected.items(), strict=False):
+        said, total, size = line.rsplit(" ", 2)
+        assert (said, int(size)) == (name, x.numel())
+        assert float(total) == pytest.approx(x.double().sum().item(), rel=1e-8, abs=1e-7), name
+    assert len(lines) == len(expected) + 1 and "select_topk: k must" in lines[-1], lines[-1]
+
+
+@pytest.mark.full
+def test_the_header_needs_only_the_stable_abi(tmp_path):
+    """As the library itself: the undefined symbols of a program that calls every function are torch's C shims."""
+    source = tmp_path / "every.cpp"
+    text = (Path(kvops.include_dir()) / "kvops.h").read_text()
+    names = [line.split("(")[0].split()[-1] for line in text.splitlines() if line.startswith("inline ")]
+    assert len(names) == len({x for x in torch._C._dispatch_get_all_op_names() if x.startswith("kvops::")})
+    calls = "\n".join(f"auto* const at_{x} = &kvops::{x};" for x in names)
+    source.write_text(f'#include "kvops.h"\n{calls}\n')
+    target = "-DTORCH_TARGET_VERSION=0x020a000000000000"
+    run(*COMPILER, target, *INCLUDES, "-c", source, "-o", tmp_path / "every.o")
+    undefined = {x.split()[-1] for x in run("nm", "-u", tmp_path / "every.o").splitlines()}
+    assert "torch_call_dispatcher" in undefined
+    assert not {x for x in undefined if "c10" in x or "2at" in x}, undefined
+
+
+@pytest.mark.full
+def test_the_example_is_built_by_cmake_and_evicts(tmp_path):
+    cmake = shutil.which("cmake")
+    paths = f"{torch.utils.cmake_prefix_path};{kvops.cmake_prefix_path()}"
+    run(cmake, "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={paths}")
+    run(cmake, "--build", tmp_path)
+    assert run(tmp_path / "evict") == "K [1, 8, 4096, 128] -> [1, 8, 1024, 128]\n"
+
+
+@pytest.mark.full
+def test_the_commands_in_the_docs(tmp_path):
+    """The one without CMake, as a reader types it."""
+    page = (ROOT / "docs/building.md").read_text()
+    section = page.partition("## From C++")[2].partition("\n## ")[0]
+    commands = section[section.rindex("```text\n") + 8 : section.rindex("```")]
+    assert "g++" in commands
+    here = tmp_path / "evict"
+    text = commands.replace("examples/cpp", str(EXAMPLE)).replace("-o evict", f"-o {here}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    subprocess.run(["bash", "-ec", text], check=True, cwd=ROOT, env={**os.environ, "PATH": path})
+    assert run(here) == "K [1, 8, 4096, 128] -> [1, 8, 1024, 128]\n"
