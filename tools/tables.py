@@ -16,11 +16,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import runpy
 import textwrap
 from pathlib import Path
 from typing import NamedTuple
-
-import cpp_header
 
 from kvops import ops
 from kvops.methods import METHODS, Policy, functions
@@ -116,7 +115,8 @@ def written() -> dict[Path, str]:
 
     begin = "<!-- operators -->\n\n"
     operators = list(dict.fromkeys(re.split(r"[.(]", x)[0] for x in schemas()))
-    files[ROOT / "kvops/include/kvops.h"] = cpp_header.header(schemas(), {x: about(x) for x in operators})
+    header = runpy.run_path(str(ROOT / "tools/cpp_header.py"))["header"]
+    files[ROOT / "kvops/include/kvops.h"] = header(schemas(), {x: about(x) for x in operators})
     put("README.md", table("| operator | what it does |", [(f"`{x}`", about(x)) for x in operators]), begin)
     put("docs/api/ops.md", "\n\n".join(f"::: kvops.ops.{x}" for x in operators), begin)
     put("docs/operators.md", "\n".join(map(wrapped, schemas())), f"{begin}```text\n", "\n```\n\n<!-- end -->")
