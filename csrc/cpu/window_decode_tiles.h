@@ -100,7 +100,7 @@ struct DecodeTiles : Tiles {
     }
   }
 
-  // Adds to out, [R][width], what sum(r, first, second) makes of both parts of a block's sums, [vector][2][R].
+  // out = out * shrink + sum(r, first, second), [R][width], from both parts of a block's sums, [vector][2][R].
   template <class Sum>
   static void add_sums(int64_t width, const float* sums, const float* shrink, float* out, const Sum& sum) {
     for (int64_t c = 0; c < width; c += VL)
@@ -282,7 +282,7 @@ struct DigitTiles : DecodeTiles<R> {
 
   template <class Worker>
   void multiply(const Worker& worker, const Block& block, float* out) {
-    constexpr int kSums = kBlock * kColumns;
+    constexpr int kTileSums = kBlock * kColumns;
     const int64_t steps = worker.p.d / VB;
     const Block keys = tile_rows(block, worker.p.d, worker.p.d, worker.wide_keys);
     float* const sums = worker.tile + kBlock * R;  // [query tile][key][kColumns], of integers
@@ -293,7 +293,7 @@ struct DigitTiles : DecodeTiles<R> {
     const F scale = load(query_scale) * worker.logit_scale();
     for (int i = 0; i < block.count; i += VL / R) {
       __m512 x[4], digits[kDigits];  // x: four keys, or two of both tiles
-      for (int k = 0; k < 4; ++k) x[k] = (__m512)load(sums + k * R / VL * kSums + (i + k % (VL / R)) * kColumns);
+      for (int k = 0; k < 4; ++k) x[k] = (__m512)load(sums + k * R / VL * kTileSums + (i + k % (VL / R)) * kColumns);
       by_digit(x, digits);
       const auto of = [&](int digit) { return __builtin_convertvector((I)digits[digit], F); };
       store(out + i * R, ((of(0) * 0x1p14f + of(1) * 0x1p7f) + of(2)) * scale);

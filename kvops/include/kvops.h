@@ -1,11 +1,11 @@
-// kvops' operators as C++ functions, by torch's stable ABI. C++20; torch >= 2.10.
+// kvops' operators as C++ functions, over torch's stable ABI. C++20; torch >= 2.10.
 //
 //   torch::stable::Tensor kept = kvops::select_topk(scores, 1024, {.sinks = 4, .window = 64});
 //
 // Arguments with a default are fields of the operator's options, named in order. What an operator computes and expects:
-// docs/operators.md and `help(kvops.ops.select_topk)` in Python. Errors are std::runtime_error; their message names the
-// argument if this header is compiled for torch >= 2.13, and is in torch's log otherwise. kvops_aten.h converts
-// at::Tensor. The program must link or load libkvops.so and, for CUDA tensors, libkvops_cuda.so.
+// docs/operators.md and `help(kvops.ops.select_topk)` in Python. Errors are std::runtime_error; with torch >= 2.13 at run
+// time their message names the argument, before that it is in torch's log. kvops_aten.h converts at::Tensor. The program
+// must link or load libkvops.so and, for CUDA tensors, libkvops_cuda.so.
 //
 // tools/tables.py wrote this file from csrc/schema.cpp.
 #pragma once
@@ -23,15 +23,18 @@
 #include <utility>
 #include <vector>
 
+// Null before torch 2.13.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
 #pragma GCC visibility push(hidden)  // as torch's tensors are
 namespace kvops {
 
 using torch::stable::Tensor;
 
-// How many values become one: of the rows of a window, the query heads of a group, or the tokens of a cluster.
+// How several values are reduced to one: the rows of a window, the query heads of a group, or the tokens of a cluster.
 enum class Reduce : int64_t { sum, mean, max, none };
 
-// What window_scores sums.
+// What window_scores adds up: softmax weights or dot products.
 enum class Score : int64_t { softmax, dot };
 
 namespace detail {
@@ -48,11 +51,9 @@ template <class... Results, class... Arguments>
 auto call(const char* name, const char* overload, const Arguments&... arguments) {
   std::array<StableIValue, std::max(sizeof...(Arguments), sizeof...(Results))> stack{value(arguments)...};
   if (torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) != TORCH_SUCCESS) {
-#if defined(TORCH_VERSION_2_13_0) && TORCH_FEATURE_VERSION >= TORCH_VERSION_2_13_0
-    throw std::runtime_error(torch_exception_get_what_without_backtrace());
-#else
+    if (torch_exception_get_what_without_backtrace)
+      throw std::runtime_error(torch_exception_get_what_without_backtrace());
     throw std::runtime_error(std::string(name) + " failed; torch's log says why");
-#endif
   }
   return [&]<size_t... I>(std::index_sequence<I...>) {
     if constexpr (sizeof...(Results) == 1)

@@ -21,6 +21,7 @@ COMPILER = [*shlex.split(os.environ.get("CXX") or "c++"), "-std=c++20", "-Wall",
 # -isystem: warnings in torch's headers are not ours.
 INCLUDES = ["-isystem", TORCH / "include", "-I", kvops.include_dir()]
 LIBRARIES = [f"-L{TORCH}/lib", f"-L{PACKAGE}", f"-Wl,-rpath,{TORCH}/lib:{PACKAGE}", "-ltorch_cpu", "-lc10", "-lkvops"]
+TARGET_2_10 = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="no source tree")
 
@@ -46,21 +47,26 @@ def test_the_header_is_enough_and_calls_as_python_does(tmp_path):
     plan = kvops.lacache_plan(64, num_layers=2, budget=32)
     lines = run(program, *plan.encoded).splitlines()
 
-    def waves(tokens, step):
-        return torch.sin(torch.arange(2 * tokens * 64, dtype=torch.double) * step).float().view(1, 2, tokens, 64)
+    def waves(heads, tokens, step):
+        x = torch.sin(torch.arange(heads * tokens * 64, dtype=torch.double) * step)
+        return x.float().view(1, heads, tokens, 64)
 
-    k, v, q = waves(64, 0.37), waves(64, 0.71), waves(1, 0.93)
-    visible = torch.tensor([64], dtype=torch.int32)
+    k, v, q = waves(2, 64, 0.37), waves(2, 64, 0.71), waves(4, 3, 0.93)
+    visible = torch.arange(62, 65, dtype=torch.int32)
     scores, bias = kvops.ops.lag_score(k, v, lag=8, prefix=4, v_weight=0.5), kvops.ops.value_range(v)
-    out, lse, attention = kvops.ops.window_attention(q, k, v, visible, scale=0.3, group_reduce="max", key_bias=bias)
+    out, lse, attention = kvops.ops.window_attention(
+        q, k, v, visible, scale=0.3, reduce="mean", group_reduce="max", key_bias=bias
+    )
     dot = kvops.ops.window_scores(q, k, visible, score="dot")
     kept = kvops.ops.select_topk(bias, k=16, sinks=2, window=3)
+    clusters = torch.arange(128, dtype=torch.int32).remainder(5).view(1, 2, 64)
+    sums = kvops.ops.cluster_mean(bias, clusters, num_clusters=5, reduce="sum")
     k_out, v_out = kvops.ops.gather_kv(k, v, kept)
     ladder_k, ladder_v = kvops.ops.ladder_gather([k, v], [v, k], plan=plan, layer=[0, 1])
     kvops.ops.compact_kv_(k, v, kept)
     expected = {
         "lag_score": scores,
-        **{"out": out, "lse": lse, "attention": attention, "dot": dot, "kept": kept},
+        **{"out": out, "lse": lse, "attention": attention, "dot": dot, "kept": kept, "sums": sums},
         **{"k_out": k_out, "v_out": v_out, "ladder 0": ladder_k[0], "ladder 1": ladder_v[1], "compacted": k},
     }
     for line, (name, x) in zip(lines, expected.items(), strict=False):
@@ -77,21 +83,56 @@ def test_the_header_needs_only_the_stable_abi(tmp_path):
     text = (Path(kvops.include_dir()) / "kvops.h").read_text()
     names = [line.split("(")[0].split()[-1] for line in text.splitlines() if line.startswith("inline ")]
     assert len(names) == len({x for x in torch._C._dispatch_get_all_op_names() if x.startswith("kvops::")})
-    calls = "\n".join(f"auto* const at_{x} = &kvops::{x};" for x in names)
+    calls = "\n".join(f"auto* at_{x} = &kvops::{x};" for x in names)
     source.write_text(f'#include "kvops.h"\n{calls}\n')
-    target = "-DTORCH_TARGET_VERSION=0x020a000000000000"
-    run(*COMPILER, target, *INCLUDES, "-c", source, "-o", tmp_path / "every.o")
+    run(*COMPILER, TARGET_2_10, *INCLUDES, "-c", source, "-o", tmp_path / "every.o")
     undefined = {x.split()[-1] for x in run("nm", "-u", tmp_path / "every.o").splitlines()}
     assert "torch_call_dispatcher" in undefined
     assert not {x for x in undefined if "c10" in x or "2at" in x}, undefined
+    since = run("nm", "-u", tmp_path / "every.o").splitlines()
+    assert [x.split() for x in since if "torch_exception" in x or "stable_ivalue" in x] == [
+        ["w", "torch_exception_get_what_without_backtrace"]
+    ]
+
+
+NARROW = """
+#include <cstdio>
+#include "kvops.h"
+int main() {
+  AtenTensorHandle x;
+  const int64_t sizes[] = {1, 2, 3}, strides[] = {6, 3, 1};
+  aoti_torch_empty_strided(3, sizes, strides, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(), 0, &x);
+  try {
+    kvops::select_topk(kvops::Tensor(x), -1);
+  } catch (const std::runtime_error& error) {
+    std::puts(error.what());
+  }
+}
+"""
+
+
+@pytest.mark.full
+def test_an_error_says_why_in_a_program_for_an_older_torch(tmp_path):
+    (tmp_path / "narrow.cpp").write_text(NARROW)
+    program = tmp_path / "narrow"
+    run(*COMPILER, TARGET_2_10, *INCLUDES, tmp_path / "narrow.cpp", "-o", program, "-Wl,--no-as-needed", *LIBRARIES)
+    assert "select_topk: k must" in run(program)
+
+
+@pytest.mark.full
+def test_an_unbuilt_package_is_not_found(tmp_path):
+    shutil.copytree(kvops.cmake_prefix_path(), tmp_path / "kvops/share/cmake")
+    paths = f"{torch.utils.cmake_prefix_path};{tmp_path / 'kvops/share/cmake'}"
+    command = ["cmake", "-S", EXAMPLE, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={paths}"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode and "libkvops.so has not been built" in " ".join(done.stderr.split())
 
 
 @pytest.mark.full
 def test_the_example_is_built_by_cmake_and_evicts(tmp_path):
-    cmake = shutil.which("cmake")
     paths = f"{torch.utils.cmake_prefix_path};{kvops.cmake_prefix_path()}"
-    run(cmake, "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={paths}")
-    run(cmake, "--build", tmp_path)
+    run("cmake", "-S", EXAMPLE, "-B", tmp_path, f"-DCMAKE_PREFIX_PATH={paths}")
+    run("cmake", "--build", tmp_path)
     assert run(tmp_path / "evict") == "K [1, 8, 4096, 128] -> [1, 8, 1024, 128]\n"
 
 
