@@ -11,9 +11,9 @@ HEAD = """\
 //   torch::stable::Tensor kept = kvops::select_topk(scores, 1024, {.sinks = 4, .window = 64});
 //
 // Arguments with a default are fields of the operator's options, named in order. What an operator computes and expects:
-// docs/operators.md and `help(kvops.ops.select_topk)` in Python. Errors are std::runtime_error; with torch >= 2.13 at run
-// time their message names the argument, before that it is in torch's log. kvops_aten.h converts at::Tensor. The program
-// must link or load libkvops.so and, for CUDA tensors, libkvops_cuda.so.
+// docs/operators.md and `help(kvops.ops.select_topk)` in Python. Errors are std::runtime_error. Their message names the
+// argument if the torch that runs is 2.13 or newer; before that it is in torch's log. kvops_aten.h converts at::Tensor.
+// The program must link or load libkvops.so and, for CUDA tensors, libkvops_cuda.so.
 //
 // tools/tables.py wrote this file from csrc/schema.cpp.
 #pragma once
