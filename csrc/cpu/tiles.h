@@ -59,8 +59,8 @@ class Tiles {
   }
 
   // After about 900 cycles without a product, the tile unit goes to sleep, and waking it takes about 800 cycles. Where
-  // vector code between two products runs longer than that, it issues a product of whatever registers 5 and 3 hold; what
-  // this adds to register 7 is discarded.
+  // vector code between two products runs longer than that, it issues a product of whatever registers 5 and 3 hold;
+  // what this adds to register 7 is discarded.
   void keep_awake() const {
     if (on) _tile_dpbf16ps(7, 5, 3);
   }
