@@ -445,7 +445,7 @@ def test_rehearsal_of_make_gpu_more(run, stage, clock, tmp_path):
     assert "racecheck, Hopper: passed: 100 calls; RACECHECK SUMMARY: 0 hazards" in summary and "cell 19" in summary
     record = json.loads((out / "compile.json").read_text())
     jobs = len(stage.order) + len(record["left_out"])
-    assert stage.order[0] == "lag_score 131072 bfloat16, compiled" and 50 < jobs < 80
+    assert stage.order[0] == "lag_score 131072 bfloat16, compiled" and 50 < jobs < 90
     assert len(stage.order) > 5 and all(x in summary for x in record["left_out"])
 
 
