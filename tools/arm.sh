@@ -12,9 +12,10 @@ step=$1 dir=$(mkdir -p "$2" && cd "$2" && pwd) here=$(cd "$(dirname "$0")/.." &&
 shift 2
 
 setup() {
-  command -v qemu-aarch64-static aarch64-linux-gnu-g++ dpkg >/dev/null || {
-    apt-get -qq update && apt-get -qq install -y qemu-user-static g++-aarch64-linux-gnu >/dev/null
-  }
+  if ! { command -v qemu-aarch64-static && command -v aarch64-linux-gnu-g++; } >/dev/null; then
+    apt-get -qq update
+    apt-get -qq install -y qemu-user-static g++-aarch64-linux-gnu >/dev/null
+  fi
   mkdir -p "$dir"/{apt/lists/partial,apt/archives/partial,debs,root,site}
   : >"$dir/apt/status"
   local apt=(-qq -oAPT::Architecture=arm64 -oAPT::Architectures=arm64 -oAPT::Sandbox::User=root

@@ -115,8 +115,9 @@ def written() -> dict[Path, str]:
 
     begin = "<!-- operators -->\n\n"
     operators = list(dict.fromkeys(re.split(r"[.(]", x)[0] for x in schemas()))
-    header = runpy.run_path(str(ROOT / "tools/cpp_header.py"))["header"]
-    files[ROOT / "kvops/include/kvops.h"] = header(schemas(), {x: about(x) for x in operators})
+    functions_of = runpy.run_path(str(ROOT / "tools/cpp_header.py"))["functions"]
+    cpp = functions_of(schemas(), {x: about(x) for x in operators})
+    put("kvops/include/kvops.h", cpp, "// operators\n\n", "\n\n// end\n")
     put("README.md", table("| operator | what it does |", [(f"`{x}`", about(x)) for x in operators]), begin)
     put("docs/api/ops.md", "\n\n".join(f"::: kvops.ops.{x}" for x in operators), begin)
     put("docs/operators.md", "\n".join(map(wrapped, schemas())), f"{begin}```text\n", "\n```\n\n<!-- end -->")

@@ -7,7 +7,7 @@
 // argument if the torch that runs is 2.13 or newer; before that it is in torch's log. kvops_aten.h converts at::Tensor.
 // The program must link or load libkvops.so and, for CUDA tensors, libkvops_cuda.so.
 //
-// tools/tables.py wrote this file from csrc/schema.cpp.
+// tools/tables.py writes the functions, from csrc/schema.cpp.
 #pragma once
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
@@ -64,6 +64,8 @@ auto call(const char* name, const char* overload, const Arguments&... arguments)
 }
 
 }  // namespace detail
+
+// operators
 
 struct LagScoreOptions {
   int64_t prefix = 0;
@@ -394,6 +396,8 @@ inline std::tuple<Tensor, Tensor> cluster_priority(const Tensor& scores, const T
   return detail::call<Tensor, Tensor>("kvops::cluster_priority", "", scores, assignment, cluster_scores, k,
                                       options.budgets, options.whole);
 }
+
+// end
 
 }  // namespace kvops
 #pragma GCC visibility pop
