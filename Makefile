@@ -8,7 +8,7 @@
 # make eval          compare methods on tasks
 # make lint          style and types; make tables: what is derived from the methods
 # make docs          the site, in build/site
-# make wheel         a wheel, in dist/; make smoke: try it in a fresh environment
+# make wheel         a wheel, in dist/; make smoke: try it in a fresh environment; both also with ARCH=aarch64
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
 #
 # Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
@@ -40,9 +40,10 @@ export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-hf test-others w
 BUILT := $(file <$(STAMPS)/kvops)
 # A demo runs the instruction-set level of this machine alone. A build of all levels has it too.
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
+CROSS := $(filter aarch64,$(filter-out $(shell uname -m),$(ARCH)))# the processor of `make wheel`, if not this machine's
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -87,6 +88,11 @@ test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 	@$(PY) -m kvops.eval.smollm2 >/dev/null
 	@OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR):$(CURDIR)/tests" $(ENGINES)/bin/python -m pytest -m "" $(or $(ARGS),$(shell grep -lE 'importorskip."(vllm|lm_eval)' tests/engines/*.py))
 
+# The wheel for aarch64 and its smoke test.
+smoke-arm:
+	@$(MAKE) wheel ARCH=aarch64
+	@$(MAKE) smoke ARCH=aarch64
+
 # The operators' tests on an aarch64 Python under qemu, in .venv/arm; at first it takes apt (as root) and minutes. A case takes
 # ten times as long as natively. Without those that start processes or compilers, which qemu-user cannot.
 test-arm: $(STAMPS)/arm
@@ -119,13 +125,19 @@ sanitize: $(STAMPS)/sanitize
 	  ../../$(PY) -m pytest -m "" -k 'not (opcheck or compile or offsets_beyond or test_window_ and dtype1)' --capture=sys -p no:cacheprovider $(if $(KVOPS_SHARE),--share $(KVOPS_SHARE)) $(addprefix ../../,$(or $(ARGS),$(OP_TESTS)))
 
 # A wheel for PyPI, in dist/: libkvops.so and, where nvcc is found, libkvops_cuda.so, for every Linux with glibc >= 2.28,
-# every Python and every torch >= 2.10. It reuses the objects of an earlier build and links them anew.
-wheel: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
-	@$(STRICT) $(PY) tools/wheel.py $(ARGS)
+# every Python and every torch >= 2.10. It reuses the objects of an earlier build and links them anew. ARCH=aarch64, on another
+# machine: cross-compiled, the CPU kernels alone.
+wheel: $(STAMPS)/dev $(if $(CROSS),$(STAMPS)/arm,$(STAMPS)/cutlass-$(CUTLASS))
+	@$(STRICT) $(PY) tools/wheel.py $(if $(ARCH),--arch $(ARCH)) $(if $(CROSS),--torch $(VENV)/arm/site/torch) $(ARGS)
 
 # Install WHEEL (default: the newest in dist/) into a fresh environment of PYTHON with torch TORCH, and call its operators.
-smoke:
+# ARCH=aarch64, on another machine: with .venv/arm's torch, emulated.
+smoke: $(if $(CROSS),$(STAMPS)/arm)
+ifdef CROSS
+	@tools/arm.sh smoke $(VENV)/arm "$(or $(WHEEL),$(firstword $(shell ls -t dist/*_$(CROSS).whl 2>/dev/null)),dist/*_$(CROSS).whl)"
+else
 	@$(PYTHON) tests/package/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
+endif
 
 # Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
 # need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set

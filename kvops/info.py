@@ -22,6 +22,8 @@ LEVELS = {
     "v4": "x86-64-v4, AVX-512",
     "v4_bf16": "x86-64-v4 with AVX512-BF16",
     "v4_amx": "x86-64-v4 with AVX512-BF16 and AMX",
+    "neon": "Arm NEON",
+    "neon_bf16": "Arm NEON with BFDOT and BFMMLA",
     "baseline": "the compiler's baseline",
 }
 #: Optional packages: (names on PyPI, oldest version, used by, what to install).

@@ -4,6 +4,7 @@
 #   tools/arm.sh setup DIR             an aarch64 Python and torch, and qemu and a cross compiler for this machine
 #   tools/arm.sh build DIR             the kernels, and beside them the package and its tests, in DIR/kvops
 #   tools/arm.sh python DIR ARGS...    that Python, in DIR/kvops
+#   tools/arm.sh smoke DIR WHEEL       call the operators of an aarch64 wheel, at every instruction-set level
 #
 # No chroot and no binfmt_misc: qemu-user runs one process, which cannot start others. Debian's Python is unpacked into
 # DIR/root, wheels into DIR/site. torch is 2.10.0, whose aarch64 wheel is the last small one: 2.13 comes with CUDA.
@@ -47,15 +48,25 @@ build() {
   "$cmake" --install "$dir/build" >/dev/null
 }
 
-emulated() {
-  cd "$dir/kvops"
-  PYTHONPATH="$dir/kvops:$dir/site" OMP_NUM_THREADS=1 exec qemu-aarch64-static -L "$dir/root" \
-    "$dir/root/usr/bin/python3.11" "$@"
+emulated() { # FOLDER ARGS...: Python, with the package in this folder
+  cd "$1"
+  PYTHONPATH="$1:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "${@:2}"
+}
+
+smoke() {
+  [ -f "$1" ] || { echo "no wheel $1; run: make wheel ARCH=aarch64" >&2; exit 2; }
+  rm -rf "$dir/smoke"
+  "$here/.venv/bin/python" -m zipfile -e "$1" "$dir/smoke"
+  for level in $(emulated "$dir/smoke" -c 'import kvops; print(*kvops.build_info()["isa_built"])'); do
+    KVOPS_ISA=$level emulated "$dir/smoke" "$here/tests/package/smoke_wheel.py" --here
+    echo "passed, emulated: $(basename "$1"), level $level"
+  done
 }
 
 case $step in
   setup) setup ;;
   build) build ;;
-  python) emulated "$@" ;;
-  *) echo "usage: tools/arm.sh setup|build|python DIR" >&2; exit 2 ;;
+  python) emulated "$dir/kvops" "$@" ;;
+  smoke) smoke "$1" ;;
+  *) echo "usage: tools/arm.sh setup|build|python|smoke DIR" >&2; exit 2 ;;
 esac

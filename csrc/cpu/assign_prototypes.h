@@ -39,7 +39,7 @@ struct Scratch {
 };
 
 // The operand type of the products.
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 typedef BFloat16 Product;
 #else
 typedef float Product;

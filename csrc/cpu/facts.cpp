@@ -10,6 +10,8 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include "isa.h"
@@ -49,6 +51,12 @@ bool runs(std::string_view level) {
   const bool v4_bf16 = v4 && __builtin_cpu_supports("avx512bf16");
   if (level == "v4_bf16") return v4_bf16;
   if (level == "v4_amx") return v4_bf16 && may_use_tiles();
+#elif defined(__aarch64__)
+  if (level == "neon") return true;
+#if defined(__linux__)
+  constexpr unsigned long kBf16 = 1ul << 14;  // HWCAP2_BF16, which old headers lack
+  if (level == "neon_bf16") return getauxval(AT_HWCAP2) & kBf16;
+#endif
 #endif
   return level == "baseline";
 }

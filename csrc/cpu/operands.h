@@ -12,7 +12,7 @@ template <class P>
 struct WordsOf {
   typedef FloatWords type;
 };
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 template <>
 struct WordsOf<BFloat16> {
   typedef Bf16Words type;
@@ -20,7 +20,7 @@ struct WordsOf<BFloat16> {
 #endif
 
 // The fastest type whose products with numbers of T are exact: bf16 holds every fp8 number.
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 template <class T>
 struct ExactOperand {
   typedef float type;
@@ -65,18 +65,15 @@ template <class T>
 inline void convert(const F* x, float* out, const T*) {
   for (int j = 0; j < kVecs<T>; ++j) store(out + j * VL, x[j]);
 }
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 template <class T>
 inline void convert(const F* x, BFloat16* out, const T*) {
   if constexpr (sizeof(T) == 1 || kAsStored<BFloat16, T>) {  // put evens and odds back in place
     const U raw = (U)x[0] >> 16 | ((U)x[1] & 0xffff0000u);
     memcpy(out, &raw, VB);
-  } else if constexpr (sizeof(T) == 2) {
-    const __m512bh pairs = _mm512_cvtne2ps_pbh(x[1], x[0]);
-    memcpy(out, &pairs, VB);
   } else {
-    const __m256bh half = _mm512_cvtneps_pbh(x[0]);
-    memcpy(out, &half, VB / 2);
+    const U pairs = round_pairs(x[0], x[kVecs<T> - 1]);
+    memcpy(out, &pairs, kVecs<T> * VB / 2);
   }
 }
 #endif

@@ -4,6 +4,9 @@
 // The rows are packed once, word by word, so that a vector holds one word of VL rows. K is then read in place:
 // each word is broadcast against up to 4 vectors of rows, and a register block of 6 keys x 4 vectors (AVX-512) takes 24
 // multiply-adds for 10 loads. Keys are never transposed, rows only once.
+//
+// Arm's BFMMLA multiplies 2 rows of 4 bf16 channels with 2 keys, twice as many products as its dot product. Two words
+// of 4 packed rows become two such operands by a zip, and 8 bytes of two keys, read in place, become the other.
 #pragma once
 #include "simd.h"
 
@@ -16,13 +19,11 @@ struct FloatWords {
   static F add(F sum, F rows, float key) { return sum + rows * key; }
   static F add_all(F sum, F rows, F keys) { return sum + rows * keys; }
 };
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 struct Bf16Words {
   typedef int32_t Word;
-  static F add(F sum, F rows, int32_t key) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)_mm512_set1_epi32(key));
-  }
-  static F add_all(F sum, F rows, F keys) { return _mm512_dpbf16_ps(sum, (__m512bh)rows, (__m512bh)keys); }
+  static F add(F sum, F rows, int32_t key) { return add_all(sum, rows, (F)(key + I{})); }
+  static F add_all(F sum, F rows, F keys) { return add_pairs(sum, rows, keys); }
 };
 #endif
 
@@ -32,7 +33,7 @@ template <int N>
 constexpr int kKeysAtOnce = VB == 64 ? (N == 4   ? 6
                                         : N == 3 ? 8
                                                  : 12)
-                                     : (N == 2 ? 6 : 12);
+                                     : (N == 2 ? 6 : 12);  // even
 
 template <int N>
 struct Count {
@@ -88,6 +89,34 @@ inline Block made_block(const Block& of, const void* data, int64_t stride) {
   return {of.first, of.count, reinterpret_cast<const char*>(data), stride};
 }
 
+#if defined(KVOPS_BF16_MATRICES)
+// The sums of `products` for the keys at `row`.
+template <int N>
+void matrix_products(const char* const* row, const float* q, int64_t words, F (*sums)[N]) {
+  constexpr int K = kKeysAtOnce<N>;
+  F both[K / 2][2 * N] = {};  // [two keys][two rows]: the lanes are row by row
+  for (int64_t word = 0; word < words; word += 2) {
+    F rows[2 * N];
+    for (int v = 0; v < N; ++v) {
+      const F even = load(q + (word * N + v) * VL), odd = load(q + ((word + 1) * N + v) * VL);
+      rows[2 * v] = zip_low(even, odd);
+      rows[2 * v + 1] = zip_high(even, odd);
+    }
+    for (int k = 0; k < K / 2; ++k) {
+      F keys;
+      memcpy(&keys, row[2 * k] + 4 * word, 8);
+      memcpy(reinterpret_cast<char*>(&keys) + 8, row[2 * k + 1] + 4 * word, 8);
+      for (int v = 0; v < 2 * N; ++v) both[k][v] = add_matrices(both[k][v], rows[v], keys);
+    }
+  }
+  for (int k = 0; k < K / 2; ++k)
+    for (int v = 0; v < N; ++v) {
+      sums[2 * k][v] = evens(both[k][2 * v], both[k][2 * v + 1]);
+      sums[2 * k + 1][v] = odds(both[k][2 * v], both[k][2 * v + 1]);
+    }
+}
+#endif
+
 // Calls take(first, sums[keys][N]) with sums = q . k over `words` words (a multiple of 4), for kKeysAtOnce<N> keys from
 // `first` on; past the end, the block's last key is repeated. q: [words][N vectors].
 template <class Words, int N, class Take>
@@ -96,6 +125,14 @@ void products(const Block& block, const float* q, int64_t words, const Take& tak
   for (int first = 0; first < block.count; first += K) {
     const char* row[K];
     for (int k = 0; k < K; ++k) row[k] = block.row(first + k);
+#if defined(KVOPS_BF16_MATRICES)
+    if constexpr (__is_same(Words, Bf16Words)) {
+      F sums[K][N];
+      matrix_products<N>(row, q, words, sums);
+      take(first, sums);
+      continue;
+    }
+#endif
     F sums[K][N] = {};
     for (int64_t word = 0; word < words; word += 4)
 #pragma GCC unroll 4

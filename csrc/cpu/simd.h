@@ -453,6 +453,29 @@ inline U narrow(const F* x, const Half*) {
 }
 #endif
 
+// Products of bf16, where the level has them: a vector holds pairs, two in each 32-bit lane.
+#if defined(__AVX512BF16__)
+#define KVOPS_BF16_PRODUCTS
+inline F add_pairs(F sum, F a, F b) {  // a lane's sum + both products of its pairs
+  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+}
+inline U round_pairs(F low, F high) {  // in the order of the elements
+  return (U)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define KVOPS_BF16_PRODUCTS
+#define KVOPS_BF16_MATRICES
+inline F add_pairs(F sum, F a, F b) {
+  return (F)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+inline F add_matrices(F sum, F a, F b) {  // sum[i][j] + a[i] . b[j], of matrices with 2 rows: [2][2] + [2][4] x [2][4]
+  return (F)vbfmmlaq_f32((float32x4_t)sum, (bfloat16x8_t)a, (bfloat16x8_t)b);
+}
+inline U round_pairs(F low, F high) {
+  return (U)vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high);
+}
+#endif
+
 template <class T>
 inline void load(const T* p, F* out) {
   U raw;
@@ -528,8 +551,8 @@ inline void load_integers(const Int8* p, int64_t bytes, F* out) {
 inline U load_bytes(const Int8* p, int64_t bytes) {
   F x[2];
   load_integers(p, bytes, x);
-#if defined(__AVX512BF16__)
-  return (U)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+#if defined(KVOPS_BF16_PRODUCTS)
+  return round_pairs(x[0], x[1]);
 #else
   return (U)evens(x[0], x[1]) >> 16 | ((U)odds(x[0], x[1]) & 0xffff0000u);
 #endif

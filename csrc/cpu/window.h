@@ -29,7 +29,7 @@ template <class T>
 struct WordsOf {
   typedef FloatWords Type;
 };
-#if defined(__AVX512BF16__)
+#if defined(KVOPS_BF16_PRODUCTS)
 template <>
 struct WordsOf<BFloat16> {
   typedef Bf16Words Type;

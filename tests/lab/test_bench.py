@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kvops import build_info
 from kvops.bench import ROWS, gpu, pages, record
 from kvops.bench import __main__ as command
 from kvops.bench import measure as measuring
@@ -105,7 +106,7 @@ def test_command(tmp_path):
 
     found = json.loads(record.read_text())
     assert found["command"].startswith("python -m kvops.bench --quick --n 512") and found["machine"]["cores"] >= 1
-    assert found["isa"] in ("v2", "v3", "v4", "v4_bf16", "v4_amx", "baseline") and found["torch"] == torch.__version__
+    assert found["isa"] == build_info()["isa"] and found["torch"] == torch.__version__
     rows = {(r["operator"], r["form"], r["dtype"]): r for r in found["rows"]}
     measured = {name: row for name, row in ROWS.items() if not row.cuda_only}
     dtypes = {name: ("float32", "bfloat16") if row.per_dtype else ("float32",) for name, row in measured.items()}

@@ -173,14 +173,14 @@ def test_the_library_does_without_numpy():
 
 
 @pytest.mark.full
-@pytest.mark.skipif(INFO["isa"] in ("v2", "baseline"), reason="this CPU has one level only")
+@pytest.mark.skipif(INFO["isa"] == INFO["isa_built"][0], reason="this CPU has one level only")
 @pytest.mark.parametrize("level", itertools.takewhile(lambda x: x != INFO["isa"], INFO["isa_built"]))
 def test_lower_levels_pass_the_operators_tests(level):
     """The lower instruction sets pass the same tests as this machine's best one."""
     tested = OPERATORS
     if level == "v4_bf16":  # v4_amx differs from it only in the products of the window operators
         tested = [op for op in OPERATORS if op.startswith("window") or op == "drop_scores"]
-    if level == "v4":  # v4 differs from v4_bf16 only in its products
+    if level in ("v4", "neon"):  # v4_bf16 and neon_bf16 differ only in their products
         tested = [op for op in OPERATORS if op.startswith("window") or op in EXACT_BF16]
     files = [str(ROOT / f"tests/ops/test_{x}.py") for x in (*tested, "operators", "pages")]
     # Names of files and of calls. All levels compute offsets, divide work among threads, and find pages alike.

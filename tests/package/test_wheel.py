@@ -19,7 +19,7 @@ SMOKE = ROOT / "tests/package/smoke_wheel.py"
 
 pytestmark = needs_source
 needs_tools = pytest.mark.skipif(
-    not (shutil.which("objdump") and shutil.which("readelf") and importlib.util.find_spec("auditwheel")),
+    not (shutil.which("readelf") and importlib.util.find_spec("auditwheel")),
     reason="no binutils or no auditwheel",
 )
 
@@ -87,6 +87,38 @@ def test_the_wheel_runs_on_old_systems(wheel, tool):
     assert wheel.stat().st_size < 60e6  # half of what PyPI allows
     out = run(sys.executable, ROOT / "tools/wheel.py", "--check", wheel)
     assert out == f"{wheel.name}: PyPI and {tool.tag()} systems take it\n"
+
+
+@needs_tools
+def test_libraries_that_need_more_than_the_stable_abi(tool):
+    """torch's library calls C10's C++ functions, numpy's Python's."""
+    numpy = importlib.util.find_spec("numpy._core._multiarray_umath").origin
+    for library, symbol in {TORCH / "lib/libtorch_cpu.so": "_ZN", Path(numpy): "Py"}.items():
+        (problem,) = [x for x in tool.problems_of(library) if x.endswith(", outside torch's stable ABI")]
+        assert problem.startswith(f"{library.name}: it needs {symbol}")
+
+
+@needs_tools
+def test_a_wheel_for_another_processor(wheel, tool, tmp_path, capsys):
+    """Its name says which; its libraries must be for that one."""
+    assert [tool.arch_of(Path(f"kvops-0.1.0-py3-none-{x}.whl")) for x in ("linux_aarch64", tool.tag("aarch64"))] == [
+        "aarch64",
+        "aarch64",
+    ]
+    here, other = sorted(tool.ARCHS, key=lambda x: x != tool.HERE)
+    wrong = tmp_path / wheel.name.replace(here, other)
+    shutil.copy(wheel, wrong)
+    assert f"libkvops.so: it is for {tool.ELF[here]}, expected {tool.ELF[other]}" in tool.check(wrong)
+    for command, message in {
+        ("--arch", other): f"--torch is for --arch other than this machine's, {here}, and needed there",
+        ("--torch", "x"): f"--torch is for --arch other than this machine's, {here}, and needed there",
+        ("--arch", "riscv64"): "argument --arch: invalid choice: 'riscv64'",
+    }.items():
+        with pytest.raises(SystemExit):
+            tool.main([*command])
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=f"--torch {tmp_path} is not a folder of torch for {other}|no {other}-linux"):
+        tool.build(tmp_path, other, tmp_path)
 
 
 @needs_tools
@@ -171,7 +203,7 @@ def test_a_clone_in_a_path_with_spaces_is_built(cuda, tmp_path):
     env = {"CUDACXX": nvcc[0]} if cuda else {}
     run(setup_py.find_cmake(), "-S", clone, "-B", build, *options, env=env)
     if not ninja:
-        run(setup_py.find_cmake(), "--build", build, "--target", "level_v2" if "v2" in LEVELS else "level_baseline")
+        run(setup_py.find_cmake(), "--build", build, "--target", f"level_{LEVELS[0]}")
         assert list(build.rglob("gather_kv_*.o"))
         return
     suffix = "cu" if cuda else "cpp"

@@ -56,12 +56,12 @@ def find(name: str) -> Path:
 def old_symbols(library: Path) -> dict[str, tuple[str, str]]:
     """Return (type, newest version that is old enough) of each symbol that a library defines."""
     found: dict[str, tuple[str, str]] = {}
-    for line in run("objdump", "-T", library).splitlines():
-        m = re.match(r"\w+ .{5}D([FO]) \.\S+\s+\w+\s+\(?GLIBC_([\d.]+)\)?\s+(\w+)$", line)
-        if not m or numbers(m[2]) > GLIBC:
+    for line in run("readelf", "-W", "--dyn-syms", library).splitlines():
+        m = re.search(r" (FUNC|IFUNC|OBJECT) .* \d+ (\w+)@@?GLIBC_([\d.]+)$", line)
+        if not m or numbers(m[3]) > GLIBC:
             continue
-        if m[3] not in found or numbers(found[m[3]][1]) < numbers(m[2]):
-            found[m[3]] = "function" if m[1] == "F" else "object", m[2]
+        if m[2] not in found or numbers(found[m[2]][1]) < numbers(m[3]):
+            found[m[2]] = "object" if m[1] == "OBJECT" else "function", m[3]
     return found
 
 
