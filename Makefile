@@ -9,6 +9,7 @@
 # make lint          style and types; make tables: what is derived from the methods
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment; both also with ARCH=aarch64
+# make hub           the package as Hugging Face's kernels hub wants it, in dist/hub
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
 #
 # Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
@@ -36,14 +37,14 @@ STAMPS := $(VENV)/stamps
 PIP := $(PY) -m pip install --disable-pip-version-check
 QUIET := $(if $(CI),-qq)
 # The CUDA kernels take minutes to compile, and without a GPU only their tests and wheels use them.
-export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-hf test-others wheel,$(MAKECMDGOALS)),auto,gpu)
+export KVOPS_CUDA ?= $(if $(filter test-all test-simulated test-hf test-others wheel hub,$(MAKECMDGOALS)),auto,gpu)
 BUILT := $(file <$(STAMPS)/kvops)
 # A demo runs the instruction-set level of this machine alone. A build of all levels has it too.
 export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOALS),demo))$(filter all,$(BUILT)),all,native)
 CROSS := $(filter aarch64,$(filter-out $(shell uname -m),$(ARCH)))# the processor of `make wheel`, if not this machine's
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm bench eval tables lint sanitize wheel smoke gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm bench eval tables lint sanitize wheel smoke hub gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -138,6 +139,10 @@ ifdef CROSS
 else
 	@$(PYTHON) tests/package/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 endif
+
+# The package as a kernel of Hugging Face's hub, in dist/hub, with operators in a namespace of its own.
+hub: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
+	@$(STRICT) $(PY) tools/hub.py $(ARGS)
 
 # Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
 # need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set

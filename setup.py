@@ -2,8 +2,8 @@
 the metadata, CMakeLists.txt the build.
 
 Environment: KVOPS_LEVELS=all|native, KVOPS_CUDA=auto|gpu|0|1, KVOPS_CUDA_ARCHS="80;90a;100;120", CUTLASS_DIR,
-KVOPS_SANITIZE="address;undefined", KVOPS_MANYLINUX=1 (for `make wheel`), MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See
-docs/building.md.
+KVOPS_NAMESPACE=NAME (for `make hub`), KVOPS_SANITIZE="address;undefined", KVOPS_MANYLINUX=1 (for `make wheel`),
+MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
 """
 
 import importlib.util
@@ -181,6 +181,7 @@ class CMakeBuild(build_ext):
             f"-DKVOPS_CUDA={cuda}",
             f"-DKVOPS_CUDA_ARCHS={cuda_archs()}",
             f"-DCUTLASS_DIR={find_cutlass()}",
+            f"-DKVOPS_NAMESPACE={os.environ.get('KVOPS_NAMESPACE', 'kvops')}",
             f"-DKVOPS_SANITIZE={sanitize}",
             f"-DKVOPS_STUBS={old_glibc(build / 'old_glibc')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),

@@ -7,6 +7,7 @@
 
 #include "call.h"
 #include "check.h"
+#include "registry.h"
 #if defined(KVOPS_GPU) && !defined(KVOPS_CUDASIM)
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -15,11 +16,11 @@
 #include <sys/mman.h>
 #endif
 
-// STABLE_TORCH_LIBRARY_IMPL for this library's device. The tests' simulator registers its kernels as CPU kernels.
+// Registers kernels for this library's device. The tests' simulator registers its kernels as CPU kernels.
 #if defined(KVOPS_GPU) && !defined(KVOPS_CUDASIM)
-#define KVOPS_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(kvops, CUDA, m)
+#define KVOPS_IMPL(m) KVOPS_REGISTER(IMPL, "CUDA", m)
 #else
-#define KVOPS_IMPL(m) STABLE_TORCH_LIBRARY_IMPL(kvops, CPU, m)
+#define KVOPS_IMPL(m) KVOPS_REGISTER(IMPL, "CPU", m)
 #endif
 
 namespace kvops {

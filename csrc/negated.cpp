@@ -1,6 +1,7 @@
 // Operators that write to their arguments reject views with torch's negative bit, such as x.conj().imag. torch's
 // fallback would pass copies and then fail to write them back, leaving one of two tensors changed.
 #include "check.h"
+#include "registry.h"
 
 namespace kvops {
 namespace {
@@ -20,7 +21,7 @@ void refuse_negated(StableIValue*, uint64_t, uint64_t) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(kvops, Negative, m) {
+KVOPS_REGISTER(IMPL, "Negative", m) {
   m.impl("gather_kv.out", &refuse_negated<"gather_kv">);
   m.impl("compact_kv_", &refuse_negated<"compact_kv_">);
   m.impl("ladder_gather.out", &refuse_negated<"ladder_gather">);

@@ -1,7 +1,7 @@
 // Every operator of kvops: the table of contents. Contracts: kvops/ops/api.py. Parameters and checks: ops/<op>.h, .cpp.
-#include <torch/csrc/stable/library.h>
+#include "registry.h"
 
-STABLE_TORCH_LIBRARY(kvops, m) {
+KVOPS_REGISTER(DEF, nullptr, m) {
   // LagKV scores: min-max normalize by the next partition, take the std over channels, then softmax over tokens.
   m.def(
       "lag_score(Tensor k, Tensor v, int lag, int prefix=0, float v_weight=1.0, bool self_reference=False, "

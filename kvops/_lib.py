@@ -27,8 +27,12 @@ from .version import __version__
 
 MIN_TORCH = (2, 10)
 MIN_CAPABILITY = (8, 0)
-LIBRARY = Path(__file__).with_name("libkvops.so")
-CUDA_LIBRARY = Path(__file__).with_name("libkvops_cuda.so")
+# The operators are torch.ops.<namespace>. It is chosen when kvops is built, and the libraries are named after it.
+_libraries = [x for x in Path(__file__).parent.glob("lib*.so") if not x.stem.endswith("_cuda")]
+LIBRARY = _libraries[0] if len(_libraries) == 1 else Path(__file__).with_name("libkvops.so")
+NAMESPACE = LIBRARY.stem.removeprefix("lib")
+CUDA_LIBRARY = LIBRARY.with_name(f"{LIBRARY.stem}_cuda.so")
+operators = getattr(torch.ops, NAMESPACE)
 
 _debug = False
 _switches: list[Any] = []  # kvops_debug_checks() of each library with CUDA kernels
@@ -65,7 +69,7 @@ def _load() -> ctypes.CDLL:
         raise ImportError(f"kvops needs torch >= 2.10, found {torch.__version__}")
     if not LIBRARY.exists():
         raise ImportError(f"kvops: {_why_missing()}")
-    if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(torch.ops.kvops, "lag_score"):
+    if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(operators, "lag_score"):
         # Registering the same operators twice would abort the process.
         raise ImportError(
             f"kvops: this process has already loaded another copy of the operators, so it cannot load {LIBRARY}"

@@ -49,6 +49,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only, tree_unflatten
 
 from . import ops
+from ._lib import operators
 from .ops.api import REDUCTIONS, SCORES
 
 __all__ = ["own_indices", "register"]
@@ -70,7 +71,7 @@ _BY_HEAD_MAYBE_BATCH = {"mean": 3, "cov": 4, "centers": 3, "norms": 3}
 #: They have a token dim if they have this many dims.
 _BY_TOKEN = {"k": 4, "v": 4, "scores": 3, "key_bias": 3, "k_scale": 3, "v_scale": 3}
 _ABSENT = torch.iinfo(torch.int64).max  # a slot that sorts after all others
-_scores = torch.ops.kvops.window_scores.default
+_scores = operators.window_scores.default
 _library: torch.library.Library | None = None
 
 
@@ -128,7 +129,7 @@ def own_indices(indices: Any, k: Any) -> Tensor:
 def overloads() -> Iterator[OpOverload]:
     """The overloads of all operators."""
     for name in ops.__all__:
-        packet = getattr(torch.ops.kvops, name)
+        packet = getattr(operators, name)
         yield from (getattr(packet, x) for x in packet.overloads())
 
 
@@ -355,7 +356,7 @@ def _window_scores(overload: OpOverload, call: dict[str, Any], tokens: _Tokens) 
     if lse is None and call.get("score", 0) == SCORES["softmax"]:
         attended = {x: own[x] for x in ("q", "k", "visible", "scale", "starts", "softcap", "k_scale") if x in own}
         v = k[..., : 16 // k.element_size()]  # the output is not used: the shortest rows that V can have
-        own_lse = torch.ops.kvops.window_attention.default(**attended, v=v, v_scale=scale, scores=False)[1]
+        own_lse = operators.window_attention.default(**attended, v=v, v_scale=scale, scores=False)[1]
         lse = tokens.gather(own_lse).logsumexp(0)
     return tokens.sharded(_own_scores(call, own, lse))
 

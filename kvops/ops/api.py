@@ -5,14 +5,14 @@ Below each function stands its fake, which gives `torch.compile` the shapes of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.library import register_fake
 
-from .. import _lib  # registers torch.ops.kvops.*
+from .. import _lib  # registers the operators
 from .checks import (
     check_at_least,
     check_bool,
@@ -63,7 +63,7 @@ SCORES = {"softmax": 0, "dot": 1}
 REDUCTIONS = {"sum": 0, "mean": 1, "max": 2, "none": 3}
 
 
-_ops = torch.ops.kvops
+_ops = _lib.operators
 _lag_score = operator(_ops.lag_score.default)
 _anchor_cosine = operator(_ops.anchor_cosine.default)
 _window_scores = operator(_ops.window_scores.default)
@@ -95,6 +95,10 @@ def _written(*tensors: Tensor) -> None:
     """Tells autograd that the tensors changed, which mutating operators of the stable ABI do not do."""
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(tensors)
+
+
+def _fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return register_fake(f"{_lib.NAMESPACE}::{name}")
 
 
 # Below each function stands its fake, which returns tensors of the right shapes without data. A fake checks the values
@@ -163,7 +167,7 @@ def lag_score(
     return _lag_score(k, v, lag, prefix, v_weight, self_reference, starts, lengths, block_table)
 
 
-@register_fake("kvops::lag_score")
+@_fake("lag_score")
 def _(k, v, lag, prefix=0, v_weight=1.0, self_reference=False, starts=None, lengths=None, block_table=None):
     check_one_device("lag_score", k, v=v, starts=starts, lengths=lengths, block_table=block_table)
     check_dims("lag_score", _KV, v=v)
@@ -240,7 +244,7 @@ def anchor_cosine(
     return (scores, mu) if return_anchor else scores
 
 
-@register_fake("kvops::anchor_cosine")
+@_fake("anchor_cosine")
 def _(k, anchor=None, normalize_anchor=True, starts=None, lengths=None, block_table=None):
     check_one_device("anchor_cosine", k, anchor=anchor, starts=starts, lengths=lengths, block_table=block_table)
     b, heads, n, d = _cache_shape("anchor_cosine", k, block_table)
@@ -336,7 +340,7 @@ def window_scores(
     )
 
 
-@register_fake("kvops::window_scores")
+@_fake("window_scores")
 def _(
     q,
     k,
@@ -463,7 +467,7 @@ def window_attention(
     )
 
 
-@register_fake("kvops::window_attention")
+@_fake("window_attention")
 def _(
     q,
     k,
@@ -567,7 +571,7 @@ def drop_scores(
     )
 
 
-@register_fake("kvops::drop_scores")
+@_fake("drop_scores")
 def _(
     q,
     k,
@@ -634,7 +638,7 @@ def select_topk(
     return _select_topk(scores, k, sinks, window, seq_len, starts, lengths, budgets, fill_invalid)
 
 
-@register_fake("kvops::select_topk")
+@_fake("select_topk")
 def _(scores, k, sinks=0, window=0, seq_len=None, starts=None, lengths=None, budgets=None, fill_invalid=False):
     op = "select_topk"
     check_scores(op, scores, seq_len)
@@ -685,7 +689,7 @@ def gather_kv(
     return k_out, v_out
 
 
-@register_fake("kvops::gather_kv")
+@_fake("gather_kv")
 def _(k, v, indices, block_table=None):
     check_one_device("gather_kv", k, v=v, indices=indices, block_table=block_table)
     check_dims("gather_kv", _KV, k=k, v=v)
@@ -693,7 +697,7 @@ def _(k, v, indices, block_table=None):
     return k.new_empty((*indices.shape, k.shape[3])), v.new_empty((*indices.shape, v.shape[3]))
 
 
-@register_fake("kvops::gather_kv.out")
+@_fake("gather_kv.out")
 def _(k, v, indices, block_table=None, *, k_out, v_out):
     check_one_device("gather_kv", k, v=v, indices=indices, block_table=block_table, k_out=k_out, v_out=v_out)
 
@@ -746,7 +750,7 @@ def compact_kv_(k: Layers, v: Layers, indices: Layers, *, block_table: Tensor | 
     return (k_out[0], v_out[0]) if isinstance(k, Tensor) else (k_out, v_out)
 
 
-@register_fake("kvops::compact_kv_")
+@_fake("compact_kv_")
 def _(k, v, indices, block_table=None):
     for keys, values, kept in zip(k, v, indices):
         check_one_device("compact_kv_", keys, v=values, indices=kept, block_table=block_table)
@@ -820,7 +824,7 @@ def ladder_gather(
     return (k_out[0], v_out[0]) if one else (k_out, v_out)
 
 
-@register_fake("kvops::ladder_gather")
+@_fake("ladder_gather")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
     m = _plan_length("ladder_gather", plan)
     for name, tensors in (("k", k), ("v", v)):
@@ -830,7 +834,7 @@ def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
     return new[0], new[1]
 
 
-@register_fake("kvops::ladder_gather.out")
+@_fake("ladder_gather.out")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False, k_out, v_out):
     _plan_length("ladder_gather", plan)
 
@@ -876,7 +880,7 @@ def ladder_compact_(
     return (k_out[0], v_out[0]) if one else (k_out, v_out)
 
 
-@register_fake("kvops::ladder_compact_")
+@_fake("ladder_compact_")
 def _(k, v, plan, layer, *, inv_freq=None, interleaved=False):
     _plan_length("ladder_compact_", plan)
 
@@ -918,13 +922,13 @@ def rope_at_slots(
     return out
 
 
-@register_fake("kvops::rope_at_slots")
+@_fake("rope_at_slots")
 def _(k, cos, sin, *, interleaved=False):
     check_one_device("rope_at_slots", k, cos=cos, sin=sin)
     return k.new_empty(k.shape)
 
 
-@register_fake("kvops::rope_at_slots.out")
+@_fake("rope_at_slots.out")
 def _(k, cos, sin, *, interleaved=False, k_out):  # not `out`, which torch.compile supports for contiguous tensors only
     check_one_device("rope_at_slots", k, cos=cos, sin=sin, out=k_out)
 
@@ -970,7 +974,7 @@ def outlier_degree(
     return _outlier_degree(k, kappa, standardize, starts, lengths, block_table)
 
 
-@register_fake("kvops::outlier_degree")
+@_fake("outlier_degree")
 def _(k, kappa=5, standardize=True, starts=None, lengths=None, block_table=None):
     check_one_device("outlier_degree", k, starts=starts, lengths=lengths, block_table=block_table)
     return k.new_empty(_cache_shape("outlier_degree", k, block_table)[:3], dtype=torch.float32)
@@ -1008,7 +1012,7 @@ def lsh_bucket(
     return _lsh_bucket(k, indices, projection, phase, block_table)
 
 
-@register_fake("kvops::lsh_bucket")
+@_fake("lsh_bucket")
 def _(k, indices, projection, phase, block_table=None):
     check_one_device("lsh_bucket", k, indices=indices, projection=projection, phase=phase, block_table=block_table)
     check_dims("lsh_bucket", _INDICES, indices=indices)
@@ -1065,7 +1069,7 @@ def build_prototypes(
     )
 
 
-@register_fake("kvops::build_prototypes")
+@_fake("build_prototypes")
 def _(k, sat_indices, buckets, num_chunks, num_buckets=4, least_chunk=1, starts=None, lengths=None, block_table=None):
     others = dict(sat_indices=sat_indices, buckets=buckets, starts=starts, lengths=lengths, block_table=block_table)
     check_one_device("build_prototypes", k, **others)
@@ -1110,7 +1114,7 @@ def assign_prototypes(
     return _assign_prototypes(k, prototypes, starts, lengths, block_table)
 
 
-@register_fake("kvops::assign_prototypes")
+@_fake("assign_prototypes")
 def _(k, prototypes, starts=None, lengths=None, block_table=None):
     others = dict(prototypes=prototypes, starts=starts, lengths=lengths, block_table=block_table)
     check_one_device("assign_prototypes", k, **others)
@@ -1168,7 +1172,7 @@ def quadratic_scores(
     return _quadratic_scores(k, mean, cov, scale=scale, starts=starts, lengths=lengths, block_table=block_table)
 
 
-@register_fake("kvops::quadratic_scores")
+@_fake("quadratic_scores")
 def _(k, mean, cov=None, *, scale=None, starts=None, lengths=None, block_table=None):
     op = "quadratic_scores"
     check_one_device(op, k, mean=mean, cov=cov, starts=starts, lengths=lengths, block_table=block_table)
@@ -1221,7 +1225,7 @@ def trig_scores(
     )
 
 
-@register_fake("kvops::trig_scores")
+@_fake("trig_scores")
 def _(k, centers, norms=None, *, interleaved=False, starts=None, lengths=None, block_table=None):
     op = "trig_scores"
     check_one_device(op, k, centers=centers, norms=norms, starts=starts, lengths=lengths, block_table=block_table)
@@ -1271,7 +1275,7 @@ def key_similarity(
     return _key_similarity(k, threshold, starts, lengths, block_table)
 
 
-@register_fake("kvops::key_similarity")
+@_fake("key_similarity")
 def _(k, threshold=0.5, starts=None, lengths=None, block_table=None):
     check_one_device("key_similarity", k, starts=starts, lengths=lengths, block_table=block_table)
     return k.new_empty(_cache_shape("key_similarity", k, block_table)[:3], dtype=torch.float32)
@@ -1318,7 +1322,7 @@ def value_norm(
     return _value_norm(v, w_o, group_reduce=code, starts=starts, lengths=lengths, block_table=block_table)
 
 
-@register_fake("kvops::value_norm")
+@_fake("value_norm")
 def _(v, w_o, *, group_reduce=1, starts=None, lengths=None, block_table=None):
     check_one_device("value_norm", v, w_o=w_o, starts=starts, lengths=lengths, block_table=block_table)
     return v.new_empty(_cache_shape("value_norm", v, block_table, "v")[:3], dtype=torch.float32)
@@ -1358,7 +1362,7 @@ def value_range(
     return _value_range(v, starts=starts, lengths=lengths, block_table=block_table)
 
 
-@register_fake("kvops::value_range")
+@_fake("value_range")
 def _(v, *, starts=None, lengths=None, block_table=None):
     check_one_device("value_range", v, starts=starts, lengths=lengths, block_table=block_table)
     return v.new_empty(_cache_shape("value_range", v, block_table, "v")[:3], dtype=torch.float32)
@@ -1392,7 +1396,7 @@ def cluster_mean(
     return _cluster_mean(scores, assignment, num_clusters, code)
 
 
-@register_fake("kvops::cluster_mean")
+@_fake("cluster_mean")
 def _(scores, assignment, num_clusters, reduce=1):
     check_one_device("cluster_mean", scores, assignment=assignment)
     check_dims("cluster_mean", _SCORES, scores=scores)
@@ -1437,7 +1441,7 @@ def cluster_priority(
     return _cluster_priority(scores, assignment, cluster_scores, k, budgets, whole)
 
 
-@register_fake("kvops::cluster_priority")
+@_fake("cluster_priority")
 def _(scores, assignment, cluster_scores, k, budgets=None, whole=False):
     check_one_device("cluster_priority", scores, assignment=assignment, cluster_scores=cluster_scores, budgets=budgets)
     check_dims("cluster_priority", _SCORES, scores=scores)
@@ -1452,7 +1456,7 @@ _inference_only = register(_overloads)  # the registration lasts as long as this
 
 
 def _refuse_cuda(why: str) -> torch.library.Library:
-    library = torch.library.Library("kvops", "IMPL")
+    library = torch.library.Library(_lib.NAMESPACE, "IMPL")
     for op in __all__:
 
         def refuse(*args, op=op, **kwargs):

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from .._lib import NAMESPACE
 from .checks import shown, tracked
 
 _BelowAutograd = torch._C._AutoDispatchBelowADInplaceOrView
@@ -114,7 +115,7 @@ def operator(overload: OpOverload, **public: str) -> Callable[..., Any]:
 
 def register(overloads: list[OpOverload]) -> torch.library.Library:
     """Refuses tensors that autograd tracks, at the dispatcher, for as long as the returned library lives."""
-    library = torch.library.Library("kvops", "IMPL")
+    library = torch.library.Library(NAMESPACE, "IMPL")
     for overload in overloads:
         library.impl(overload._name, _autograd(overload), "Autograd", with_keyset=True)
         if overload._schema.is_mutable:

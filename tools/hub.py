@@ -1,0 +1,88 @@
+"""Build kvops as a kernel of Hugging Face's hub: `make hub`.
+
+    python tools/hub.py [--out dist/hub]
+
+The result is a folder that `kernels.get_local_kernel` loads, and that can be uploaded as it is:
+
+    OUT/build/torch-stable-abi210-<cpu or CUDA>-<processor>-linux/
+
+It holds the package without its commands, its evaluation and its plugin, which import `kvops` by name; the libraries,
+linked as for a wheel; and metadata.json. The operators are torch.ops.<namespace>, of a namespace that names the commit,
+so that a process can load it beside an installed kvops, or beside the kernel of another commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LEFT_OUT = ("__main__.py", "bench", "demo", "eval", "include", "info.py", "share", "vllm", "__pycache__", "*.so")
+VERSION = 1  # of the kernel: raised when a call changes
+
+
+def commit() -> str:
+    """Return what names the sources: the commit, and `dirty` if there are changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", ROOT, *arguments]
+        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "--short=8", "HEAD") + ("_dirty" if git("status", "--porcelain") else "")
+
+
+def backend(libraries: Path, namespace: str) -> tuple[str, dict[str, object]]:
+    """Return the backend in the variant's name and in its metadata: that of the libraries that were built."""
+    if not (libraries / f"lib{namespace}_cuda.so").exists():
+        return "cpu", {"type": "cpu"}
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    text = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    major, minor = re.search(r"release (\d+)\.(\d+)", text).groups()
+    return f"cu{major}{minor}", {"type": "cuda"}
+
+
+def build(out: Path) -> Path:
+    """Build the kernel; return the folder of its variant."""
+    namespace = f"kvops_{commit()}"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder]
+        subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"KVOPS_NAMESPACE": namespace, "KVOPS_MANYLINUX": "1"}, check=True
+        )
+        libraries = Path(folder, "kvops")
+        name, described = backend(libraries, namespace)
+        target = out / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-linux"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(ROOT / "kvops", target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        for library in libraries.glob("*.so"):
+            shutil.copy(library, target)
+    metadata = {
+        "id": f"_{namespace}_{name}",
+        "name": "kvops",
+        "version": VERSION,
+        "license": "Apache-2.0",
+        "upstream": "https://github.com/kvops/kvops",
+        "python-depends": [],
+        "backend": described,
+    }
+    (target / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+    return target
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist/hub", help="folder for the kernel (default: dist/hub)")
+    print(build(parser.parse_args(argv).out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
