@@ -28,6 +28,7 @@ FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init_
 NEWEST := 5.24.0# the newest; it serves less than the one in requirements-demo.txt (docs/models.md), so test-all tests it besides
 HARNESS := 0.4.13# lm-eval-harness
 VLLM := 0.32.0# its CPU build, for make test-engines and make serve-demo
+KERNELS := 0.17.2# Hugging Face's loader of kernels, for a test
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the dependencies of its Python side
 
 PYTHON ?= python3
@@ -68,7 +69,7 @@ test: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m pytest $(if $(filter -k% tests/%,$(ARGS)),,--sample 8 $(SPREAD)) $(ARGS)
 SPREAD = $(if $(shell command -v nvidia-smi),,-n $(shell n=$$(nproc); echo $$((n < 7 ? n + 1 : 8))) --dist loadfile --no-loadscope-reorder)
 
-test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
+test-all: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST) $(STAMPS)/kernels-$(KERNELS)
 	@$(PY) -m pytest -m "" $(ARGS)
 
 # Its three parts, which share no build folder, so .ci/run runs them at once. The first makes the simulator's builds; the second
@@ -80,7 +81,7 @@ test-simulated: $(STAMPS)/kvops $(STAMPS)/dev
 test-hf: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/transformers-$(FLOOR) $(STAMPS)/transformers-$(NEWEST)
 	@$(PY) -m pytest -m "" -p no:cacheprovider $(ARGS) tests/hf
 
-test-others: $(STAMPS)/kvops $(STAMPS)/dev
+test-others: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/kernels-$(KERNELS)
 	@$(PY) -m pytest -m "" $(ARGS) $(addprefix --ignore=,$(SIMULATED) tests/hf)
 
 # The tests that need vLLM or lm-eval-harness, in an environment of their own, .venv/engines: gigabytes, minutes. With one
@@ -196,6 +197,13 @@ $(STAMPS)/transformers-%: $(STAMPS)/dev
 	@echo "== transformers $*"
 	@rm -rf $(VENV)/transformers-$*
 	@$(PIP) -qq --no-warn-conflicts --target $(VENV)/transformers-$* transformers==$*
+	@touch $@
+
+# Without its dependencies, which check signatures of what is downloaded. transformers would use it if it were among the packages.
+$(STAMPS)/kernels-%: $(STAMPS)/dev
+	@echo "== kernels $*"
+	@rm -rf $(VENV)/kernels-$*
+	@$(PIP) -qq --no-deps --target $(VENV)/kernels-$* kernels==$*
 	@touch $@
 
 # vLLM depends on torchvision, torchaudio and torchcodec, whose PyPI builds break the import of a CPU torch.

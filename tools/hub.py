@@ -17,7 +17,7 @@ import argparse
 import json
 import os
 import platform
-import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -43,10 +43,8 @@ def backend(libraries: Path, namespace: str) -> tuple[str, dict[str, object]]:
     """Return the backend in the variant's name and in its metadata: that of the libraries that were built."""
     if not (libraries / f"lib{namespace}_cuda.so").exists():
         return "cpu", {"type": "cpu"}
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    text = subprocess.run([nvcc, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout
-    major, minor = re.search(r"release (\d+)\.(\d+)", text).groups()
-    return f"cu{major}{minor}", {"type": "cuda"}
+    _, version = runpy.run_path(str(ROOT / "setup.py"))["find_nvcc"]()
+    return "cu" + version.replace(".", ""), {"type": "cuda"}
 
 
 def build(out: Path) -> Path:
@@ -54,9 +52,9 @@ def build(out: Path) -> Path:
     namespace = f"kvops_{commit()}"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder]
-        subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"KVOPS_NAMESPACE": namespace, "KVOPS_MANYLINUX": "1"}, check=True
-        )
+        env = os.environ | {"KVOPS_NAMESPACE": namespace, "KVOPS_MANYLINUX": "1"}
+        if subprocess.run(command, cwd=ROOT, env=env).returncode:
+            sys.exit("make hub: the build failed; why is above")
         libraries = Path(folder, "kvops")
         name, described = backend(libraries, namespace)
         target = out / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-linux"

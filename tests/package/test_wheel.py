@@ -182,6 +182,50 @@ def test_workflows_build_test_and_publish():
     assert "tests/package/smoke_wheel.py" in text and "tools/wheel.py" in text
 
 
+# A kernel of Hugging Face's hub
+
+
+@pytest.fixture(scope="module")
+def kernel(tool, tmp_path_factory) -> Path:
+    """The folder of `make hub`, of the build that is here without its CUDA kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVOPS_CUDA", "0")
+        return load("hub.py").build(tmp_path_factory.mktemp("hub"))
+
+
+@pytest.mark.full
+@needs_tools
+def test_two_copies_of_the_operators_in_one_process(kernel, tool):
+    """The loader of the hub takes the kernel, whose operators have a namespace of their own; beside it kvops works."""
+    (library,) = kernel.glob("*.so")
+    assert tool.problems_of(library) == [] and library.stem.startswith("libkvops_")
+    assert kernel.name == f"torch-stable-abi210-cpu-{tool.HERE}-linux" and not (kernel / "bench").exists()
+    loader = next(ROOT.glob(".venv/kernels-*"), None)
+    if not loader:
+        pytest.skip("Hugging Face's kernels is not installed (make test-all)")
+    code = f"""
+import importlib, json, pathlib, kernels, torch
+kernel = kernels.get_local_kernel(pathlib.Path({str(kernel.parents[1])!r}))
+importlib.import_module(kernel.__name__ + ".hf")
+import kvops
+k, v = torch.randn(2, 1, 2, 512, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
+each = [x.keydiff_compress(k, v, 0.25) for x in (kernel, kvops)]
+compiled = torch.compile(lambda k: kernel.ops.anchor_cosine(k), fullgraph=True)(k)
+same = [*map(torch.equal, *each), torch.equal(compiled, kvops.ops.anchor_cosine(k))]
+try:
+    kernel.ops.gather_kv(k[0], v, each[0][2])
+    refused = ""
+except ValueError as error:
+    refused = str(error)
+operators = [type(x.ops.api._ops.lag_score.default).__name__ and x.ops.api._ops.name for x in (kernel, kvops)]
+print(json.dumps([same, refused, operators]))
+"""
+    out = run(sys.executable, "-c", code, env={"PYTHONPATH": f"{ROOT}:{loader}"})
+    same, refused, operators = json.loads(last_line(out))
+    assert same == [True] * 4 and refused.startswith("gather_kv: ")
+    assert operators == [library.stem.removeprefix("lib"), "kvops"]
+
+
 # Paths with spaces
 
 
