@@ -14,3 +14,5 @@ MODEL = _FILES / "models" / "passkey-llama"
 TEXT = _FILES / "data" / "haystack.txt"
 #: English text that is not in `TEXT`, 14 kB: Python's history and license. `kvops.hf.for_model` calibrates with it.
 CALIBRATION = _FILES / "data" / "LICENSE-python.txt"
+#: The board: the page that `python -m kvops.eval --board` copies, with the recorded runs.
+BOARD = (_WHEEL if _WHEEL.is_dir() else _PACKAGE.parent / "docs") / "board" / "index.html"

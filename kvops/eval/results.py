@@ -148,9 +148,29 @@ def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
     Raises:
         Refused: a line is not in the format of `Results`.
     """
-    heads: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = []
+    found = runs(files)
+    return [x.head for x in found if x.head], [line for x in found for line in x.lines]
+
+
+class Run(NamedTuple):
+    """The cells that a run has added to a file.
+
+    Attributes:
+        file: where they are.
+        head: the run's settings and origin; None for cells without a head before them.
+        lines: the cells.
+    """
+
+    file: Path
+    head: dict[str, Any] | None
+    lines: list[dict[str, Any]]
+
+
+def runs(files: Sequence[Path]) -> list[Run]:
+    """Read results files run by run; see `load`."""
+    made: list[Run] = []
     for file in files:
+        made.append(Run(file, None, []))
         for i, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):  # an incomplete last line is ignored
             where = f"{file}, line {i}"
             try:
@@ -162,8 +182,11 @@ def load(files: Sequence[Path]) -> tuple[list[dict[str, Any]], list[dict[str, An
                 raise Refused(f"{where}: expected a result of kvops.eval, got {json.dumps(found)[:60]}")
             if wrong := wrong_head(found) if is_head else wrong_cell(found):
                 raise Refused(f"{where}: {wrong}")
-            (heads if is_head else lines).append(found)
-    return heads, lines
+            if is_head:
+                made.append(Run(file, found, []))
+            else:
+                made[-1].lines.append(found)
+    return [x for x in made if x.head or x.lines]
 
 
 # The expected content of a results file, which may come from another version or program, or be damaged.

@@ -7,7 +7,7 @@ intervals overlap.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
@@ -59,17 +59,36 @@ def sign_flip(differences: Sequence[float]) -> float:
     Args:
         differences: finite, one per prompt.
     """
-    d = np.array([x for x in differences if x], dtype=np.float64)
-    slack = 1e-9 * float(np.abs(d).sum())  # sums that are equal but for rounding count as equal
-    least = abs(float(d.sum())) - slack
-    if least <= 0:
-        return 1.0
-    if len(d) > EXACT:
-        blocks = np.array_split(_signs(len(d)), 10)  # bounds the memory
-        return (sum(int((np.abs(x @ d) >= least).sum()) for x in blocks) + 1) / (FLIPS + 1)
-    one, two = _sums(d[: len(d) // 2]), np.sort(_sums(d[len(d) // 2 :]))
-    count = int((len(two) - np.searchsorted(two, least - one)).sum())
-    return 2 * count / 2 ** len(d)  # as many sums are at most -least
+    return sign_flips([differences])[0]
+
+
+def sign_flips(pairs: Iterable[Sequence[float]]) -> list[float]:
+    """Return the p value of `sign_flip` for the differences of each pair.
+
+    Pairs with as many nonzero differences share the random choices of signs, and a product with these.
+    """
+    found: list[float] = []
+    sampled: dict[int, list[tuple[int, np.ndarray, float]]] = {}
+    for i, differences in enumerate(pairs):
+        d = np.array([x for x in differences if x], dtype=np.float64)
+        slack = 1e-9 * float(np.abs(d).sum())  # sums that are equal but for rounding count as equal
+        least = abs(float(d.sum())) - slack
+        found.append(1.0)
+        if least <= 0:
+            continue
+        if len(d) > EXACT:
+            sampled.setdefault(len(d), []).append((i, d, least))
+            continue
+        one, two = _sums(d[: len(d) // 2]), np.sort(_sums(d[len(d) // 2 :]))
+        count = int((len(two) - np.searchsorted(two, least - one)).sum())
+        found[i] = 2 * count / 2 ** len(d)  # as many sums are at most -least
+    for n, same in sampled.items():
+        columns, least_of_each = np.stack([d for _, d, _ in same], 1), np.array([x for *_, x in same])
+        blocks = np.array_split(_signs(n), 10)  # bounds the memory
+        counts = sum((np.abs(x @ columns) >= least_of_each).sum(0) for x in blocks)
+        for (i, *_), count in zip(same, counts):
+            found[i] = (int(count) + 1) / (FLIPS + 1)
+    return found
 
 
 def _sums(d: np.ndarray) -> np.ndarray:
@@ -102,10 +121,20 @@ def bootstrap(differences: Sequence[float]) -> tuple[float, float]:
     Args:
         differences: finite, one per prompt, at least one.
     """
-    d = np.asarray(differences, dtype=np.float64)
-    means = np.sort(_counts(len(d)) @ d / len(d))
+    return bootstraps([differences])[0]
+
+
+def bootstraps(pairs: Iterable[Sequence[float]]) -> list[tuple[float, float]]:
+    """Return the interval of `bootstrap` for the differences of each pair; pairs of one length share a product."""
+    every = [np.asarray(x, dtype=np.float64) for x in pairs]
+    found = [(0.0, 0.0)] * len(every)
     k = round((RESAMPLES + 1) * ALPHA / 2)
-    return float(means[k - 1]), float(means[-k])
+    for n in sorted({*map(len, every)}):
+        places = [i for i, d in enumerate(every) if len(d) == n]
+        means = np.sort(_counts(n) @ np.stack([every[i] for i in places], 1) / n, axis=0)
+        for i, low, high in zip(places, means[k - 1], means[-k]):
+            found[i] = float(low), float(high)
+    return found
 
 
 def holm(values: Sequence[float]) -> list[float]:
@@ -129,15 +158,21 @@ def _differences(a: Scores, b: Scores) -> list[float]:
 Pair = tuple[str, str]
 
 
-def _family(pairs: Mapping[Pair, list[float]]) -> tuple[dict[Pair, float], dict[Pair, float], bool]:
+def _family(
+    pairs: Mapping[Pair, list[float]], known: Mapping[Pair, float] | None = None
+) -> tuple[dict[Pair, float], dict[Pair, float], bool]:
     """Test a family of pairs.
+
+    Args:
+        pairs: their differences.
+        known: the p values, if they are known.
 
     Returns:
         p, the corrected p, and whether the family has enough prompts: whether the smallest p that so many prompts can
         give withstands the correction. Pairs with less than `LEAST` prompts are not tested.
     """
     tested = {x: d for x, d in pairs.items() if len(d) >= LEAST and all(map(math.isfinite, d))}
-    p = {x: sign_flip(d) for x, d in tested.items()}
+    p = dict(zip(tested, sign_flips(tested.values()))) if known is None else {x: known[x] for x in tested}
     most = max(map(len, tested.values()), default=0)
     enough = len(p) * 2.0 ** (1 - most) <= ALPHA
     return p, dict(zip(p, holm(list(p.values())))), enough
@@ -183,15 +218,50 @@ def compare(
     return found
 
 
+def compare_each(scores: Mapping[str, Scores], sign: int) -> dict[Pair, Comparison]:
+    """Compare each method with each other one, as `compare` does with a baseline that is fixed beforehand.
+
+    Args:
+        scores: of each method, by prompt.
+        sign: 1 if higher is better, -1 if lower is.
+
+    Returns:
+        The comparison of the first method of a pair with the second one, for every order of every pair.
+    """
+    every = {pair: _differences(*(scores[x] for x in pair)) for pair in combinations(scores, 2)}
+    p, _, _ = _family(every)
+    finite = {pair: d for pair, d in every.items() if d and all(map(math.isfinite, d))}
+    ends = dict(zip(finite, bootstraps(finite.values())))
+    for (a, b), d in [*every.items()]:  # the other order: the same test, and the interval mirrored
+        every[b, a] = [-x for x in d]
+        if (a, b) in p:
+            p[b, a] = p[a, b]
+        if (a, b) in ends:
+            low, high = ends[a, b]
+            ends[b, a] = -high, -low
+    found = {}
+    for baseline in scores:
+        pairs = {(x, baseline): every[x, baseline] for x in scores if x != baseline}
+        tested = _family(pairs, p)
+        found |= {x: _comparison(x, d, sign, *tested, ends=ends.get(x)) for x, d in pairs.items()}
+    return found
+
+
 def _comparison(
-    pair: Pair, d: list[float], sign: int, p: dict[Pair, float], corrected: dict[Pair, float], enough: bool
+    pair: Pair,
+    d: list[float],
+    sign: int,
+    p: dict[Pair, float],
+    corrected: dict[Pair, float],
+    enough: bool,
+    ends: tuple[float, float] | None = None,
 ) -> Comparison:
     if not d:
         return Comparison(pair[1], None, None, None, None, None, 0, TOO_FEW)
     mean = math.fsum(d) / len(d) if all(map(math.isfinite, d)) else math.nan
     if not math.isfinite(mean):
         return Comparison(pair[1], None, None, None, None, None, len(d), NOT_FINITE)
-    low, high = bootstrap(d)
+    low, high = ends or bootstrap(d)
     if len(d) < LEAST or not enough:
         verdict = TOO_FEW
     elif corrected[pair] > ALPHA:

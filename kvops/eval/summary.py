@@ -141,6 +141,7 @@ class Row:
     decode_tokens_per_s: float | None = None  # of a whole batch, median over the batches
     depths: dict[float, float] = field(default_factory=dict)  # the main score by depth
     positions: dict[int, float] = field(default_factory=dict)  # the loss of each stretch of the text, by its last token
+    prompts: dict[int, float] = field(default_factory=dict, repr=False)  # the main score by prompt, if comparable
     compared: dict[str, Comparison] = field(default_factory=dict)  # with the "best" and with the BASELINE
     unreachable: str | None = None
 
@@ -413,23 +414,32 @@ def differing(heads: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def _compare(rows: list[Row], groups: dict[Key, list[dict[str, Any]]], kinds: dict[str, Traits]) -> None:
-    """Set `compared` of all rows, by the main score. Full is not compared."""
-    families: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        metric = kinds[row.task].metrics[0]
-        if row.budget is not None and metric in row.scores and kinds[row.task].better:
-            families.setdefault((row.task, row.context, row.point, row.budget), []).append(row)
-    for (task, *_), family in families.items():
+    """Set `prompts` of all rows, and `compared`, by the main score. Full is not compared."""
+    scored = [x for x in rows if kinds[x.task].metrics[0] in x.scores]
+    most: dict[tuple[Any, ...], int] = {}
+    for row in scored:
+        sizes = (len(x["scores"].get(kinds[row.task].metrics[0], ())) for x in groups[row.cell])
+        most[row.cell[:3]] = max(most.get(row.cell[:3], 0), *sizes)
+    for row in scored:
+        row.prompts = by_prompt(groups[row.cell], kinds[row.task].metrics[0], most[row.cell[:3]])
+    for (task, *_), family in families(scored, kinds).items():
         kind = kinds[task]
         metric, sign = kind.metrics[0], 1 if kind.better == "higher" else -1
-        most = max(len(x["scores"][metric]) for row in family for x in groups[row.cell])
-        scores = {row.method: by_prompt(groups[row.cell], metric, most) for row in family}
         whole = max(row.n for row in family)
         rivals = [x for x in family if not x.over and x.n == whole and math.isfinite(x.scores[metric].mean)]
         best = max(rivals, key=lambda x: sign * x.scores[metric].mean).method if rivals else None
-        found = compare(scores, sign, best, BASELINE)
+        found = compare({row.method: row.prompts for row in family}, sign, best, BASELINE)
         for row in family:
             row.compared = found[row.method]
+
+
+def families(rows: Iterable[Row], kinds: Mapping[str, Traits]) -> dict[tuple[str, int, str, int], list[Row]]:
+    """Return the rows that are compared with each other, by task, context, cut point and budget."""
+    found: dict[tuple[str, int, str, int], list[Row]] = {}
+    for row in rows:
+        if row.budget is not None and kinds[row.task].metrics[0] in row.scores and kinds[row.task].better:
+            found.setdefault((row.task, row.context, row.point, row.budget), []).append(row)
+    return found
 
 
 def by_prompt(lines: list[dict[str, Any]], metric: str, most: int) -> dict[int, float]:
