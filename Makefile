@@ -110,6 +110,7 @@ eval: $(STAMPS)/kvops $(STAMPS)/dev
 
 tables: $(STAMPS)/kvops
 	@$(PY) tools/tables.py $(ARGS)
+	@$(PY) tools/board.py
 
 lint: $(STAMPS)/dev
 	@$(PY) -m ruff check

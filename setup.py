@@ -208,21 +208,29 @@ class CMakeBuild(build_ext):
 
 
 class WithDemo(build_py):
-    """Copies the demo's model and texts into the package: kvops/demo. An editable install finds them in bench/."""
+    """Copies into the package what the demo and the evaluation read: the model, texts, and the page of recorded runs.
 
-    FILES = (
-        "models/passkey-llama/*config.json",
-        "models/passkey-llama/tokenizer.json",
-        "models/passkey-llama/model.safetensors",
-        "models/passkey-llama/passkey_task.py",
-        "data/*.txt",
-    )
+    An editable install finds them where they are.
+    """
+
+    FILES = {
+        "bench": (
+            "models/passkey-llama/*config.json",
+            "models/passkey-llama/tokenizer.json",
+            "models/passkey-llama/model.safetensors",
+            "models/passkey-llama/passkey_task.py",
+            "data/*.txt",
+        ),
+        "docs": ("board/index.html",),
+    }
 
     def demo_files(self) -> dict[str, str]:
         target = Path(self.build_lib, "kvops", "demo_files")
-        bench = ROOT / "bench"
         return {
-            str(target / x.relative_to(bench)): str(x) for pattern in self.FILES for x in sorted(bench.glob(pattern))
+            str(target / x.relative_to(ROOT / folder)): str(x)
+            for folder, patterns in self.FILES.items()
+            for pattern in patterns
+            for x in sorted((ROOT / folder).glob(pattern))
         }
 
     def run(self) -> None:

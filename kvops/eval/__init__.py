@@ -12,7 +12,7 @@ smollm2.py    a real language model, from the package index
 identity.py   fingerprints of models, files and code, so that it continues with the same ones
 statistics.py paired differences between methods, with intervals and tests
 summary.py    those lines as rows, with means and intervals
-report.py     the rows as tables; plots.py: as pictures; labels.py: labels at the ends of lines
+report.py     the rows as tables; plots.py: as pictures; labels.py: labels at the ends of lines; board.py: as a page
 """
 
 from .api import Evaluation as Evaluation

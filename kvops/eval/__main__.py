@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from ..bench.record import origin
+from ..bench.record import check_target, origin
 from ..files import MODEL, TEXT
-from . import models
+from . import board, models
 from .identity import described
 from .methods import DEFAULT, METHODS, Rule, options_of, rule
 from .plan import MOST, SHARES, Plan
@@ -108,6 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="measure nothing; report on these results.jsonl files, or on one summary.json",
     )
+    p.add_argument("--board", type=path, metavar="FILE", help="write the board: a page with this run and the recorded ones")
     p.add_argument("--list", action="store_true", help="print the methods and tasks with their options")
     return p
 
@@ -128,6 +129,9 @@ def arguments(argv: list[str] | None, p: argparse.ArgumentParser, rule: Callable
     for file in a.files or ():
         if not os.path.isfile(file):
             p.error(f"--from: expected a results file, got {file}")
+    if a.board and not a.list:
+        check_target("board", a.board)
+        board.page()
     if a.list or a.files:  # nothing is measured
         return a
     if not os.path.isfile(a.text):
@@ -227,6 +231,9 @@ def main(argv: list[str] | None = None) -> int:
             print(report.write_summary(read_summary(files[0]), a.out))
         else:
             print(report.write(*load(files), a.out))
+        if a.board:
+            board.write_board(a.board, board.sources(files), a.plan.rules)
+            print(f"board: {a.board}, with the recorded runs")
     except (Refused, OSError) as error:  # OSError: a file or its disk
         print(f"python -m kvops.eval: {error}", file=sys.stderr)
         return 2

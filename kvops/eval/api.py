@@ -93,6 +93,13 @@ class Evaluation:
         report.write_summary(self.summary, Path(folder))
         return Path(folder) / "report.md"
 
+    def board(self, path: str | PathLike[str]) -> None:
+        """Write [the board](../evaluation.md#the-board) with these results and the recorded runs, as the command line
+        does with `--board`: one HTML file."""
+        from . import board
+
+        board.write_board(Path(path), [board.of_summary("kvops.eval.run", self.summary)])
+
     def plot(self, task: str | None = None, context: int | None = None) -> Figure:
         """Draw the main score against the tokens kept, with a panel per cut point.
 

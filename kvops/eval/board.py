@@ -90,15 +90,16 @@ def write_board(file: Path, found: Iterable[Source], rules: Iterable[Rule] = ())
     Raises:
         Refused: the page is not installed.
     """
-    text = page(BOARD)
+    text = page()
     write(file, with_data(text, joined(board(found, rules, own=True), data_of(text))))
 
 
-def page(file: Path) -> str:
+def page() -> str:
+    """Return the page with the recorded runs."""
     try:
-        return file.read_text()
+        return BOARD.read_text()
     except OSError as error:
-        raise Refused(f"--board: expected the page {file}, got {error.strerror}; reinstall kvops") from None
+        raise Refused(f"--board: expected the page {BOARD}, got {error.strerror}; reinstall kvops") from None
 
 
 def data_of(text: str) -> dict[str, Any]:
@@ -135,12 +136,16 @@ def sources(files: Sequence[Path]) -> list[Source]:
                 summary = of_record(json.loads(file.read_text()))
             except ValueError as error:  # Refused is one
                 raise Refused(f"{file}: {error}") from None
-            found.append((1, len(summary.rows), [Source(file.name, summary.settings, summary.origins, summary=summary)]))
+            found.append((1, len(summary.rows), [of_summary(file.name, summary)]))
         else:
             made = [Source(file.name, *head_of(x), x.lines) for x in runs([file])]
             found.append((0, sum(len(x.lines) for x in made), made))
     found.sort(key=lambda x: (x[0], -x[1], x[2][0].name if x[2] else ""))  # a summary lacks the scores by prompt
     return [x for *_, made in found for x in made]
+
+
+def of_summary(name: str, summary: Summary) -> Source:
+    return Source(name, summary.settings, summary.origins, summary=summary)
 
 
 def head_of(run: Run) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -172,7 +177,7 @@ def board(found: Iterable[Source], rules: Iterable[Rule] = (), own: bool = False
             })  # fmt: skip
             tasks[key[0]] = one_line(summary.about(key[0]).partition("\n\n")[0])
     views.sort(key=lambda x: (x["model"], -len(x["rows"])))
-    rule_of = {x.label: x for x in rules}
+    rule_of = {short(x.label): x for x in rules}
     return {
         "flags": FLAGS,
         "verdicts": {letter: verdict for verdict, letter in VERDICTS.items()},

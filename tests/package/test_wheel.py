@@ -65,7 +65,8 @@ def test_one_wheel_for_every_python(wheel, tool):
     cuda = {"kvops/libkvops_cuda.so"} if kvops.build_info()["cuda"]["built"] else set()
     demo = {x.removeprefix("kvops/demo_files/") for x in files if re.match(r"kvops/demo_files/.*[^/]$", x)}
     model = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
-    assert demo == {f"models/passkey-llama/{x}" for x in model} | {task, "data/haystack.txt", "data/LICENSE-python.txt"}
+    others = {"data/haystack.txt", "data/LICENSE-python.txt", "board/index.html"}
+    assert demo == {f"models/passkey-llama/{x}" for x in model} | {task} | others
     assert {x for x in files if x.endswith(".so")} == {"kvops/libkvops.so"} | cuda
     assert not [x for x in files if not x.startswith(("kvops/", f"kvops-{version}.dist-info/"))]
     links = re.findall(r"\]\(([^)]*)\)", metadata.get_payload())
