@@ -3,13 +3,14 @@
     python tools/board.py            # make tables
     python tools/board.py --check    # fail if the page is out of date
 
-All files bench/results/eval*.jsonl are shown, and the summaries eval*.json of runs without one. synthetic.json is left
-out, since no language model was measured. The page itself is written by hand; see kvops/eval/board.py.
+It shows every summary of kvops.eval in bench/results in which a model was measured, prompt by prompt where there is a
+.jsonl file beside it. So synthetic.json is left out. The page itself is written by hand; see kvops/eval/board.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -21,7 +22,13 @@ RESULTS = Path(__file__).resolve().parents[1] / "bench/results"
 
 def records() -> list[Path]:
     """Return the recorded runs: with every prompt, where there is such a file."""
-    return [x.with_suffix(".jsonl") if x.with_suffix(".jsonl").exists() else x for x in sorted(RESULTS.glob("eval*.json"))]
+    found = []
+    for file in sorted(RESULTS.glob("*.json")):
+        record = json.loads(file.read_text())
+        if {"settings", "origins", "rows"} <= record.keys() and "model" in record["settings"]:
+            lines = file.with_suffix(".jsonl")
+            found.append(lines if lines.exists() else file)
+    return found
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -108,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="measure nothing; report on these results.jsonl files, or on one summary.json",
     )
-    p.add_argument("--board", type=path, metavar="FILE", help="write the board: a page with this run and the recorded ones")
+    p.add_argument("--board", type=path, metavar="FILE", help="write a page with this run and the recorded ones")
     p.add_argument("--list", action="store_true", help="print the methods and tasks with their options")
     return p
 

@@ -31,13 +31,14 @@ from ..methods.base import BudgetPolicy
 from ..ops.rope import Rope
 from ..vllm.plan import check as check_vllm
 from .methods import METHODS, Rule, rule
+from .report import listed
 from .results import Cell, Run, cell_of, runs
 from .specs import Refused
 from .statistics import Comparison, compare, compare_each
-from .report import listed
 from .summary import (
     POINT_TITLES,
     PROMPTS,
+    Estimate,
     Key,
     Row,
     Summary,
@@ -59,11 +60,10 @@ FLAGS = {
 #: A letter for each verdict. "-" is none.
 VERDICTS = {"best": "B", "better": "b", "worse": "w", "undecided": "u", "too few prompts": "t", "not finite": "n"}
 FULL = METHODS["full"].label
-START, END = '<script type="application/json" id="data">\n', "\n</script>"
-
-
-#: What prompts depend on, and the dtype, with which the bytes and the scores of the full cache differ.
+#: The settings of a view: what prompts depend on, and the dtype, on which bytes and scores of the full cache depend.
 SAME = (*PROMPTS, "dtype")
+#: What encloses the data in the page.
+START, END = '<script type="application/json" id="data">\n', "\n</script>"
 
 
 class Source(NamedTuple):
@@ -171,10 +171,12 @@ def board(found: Iterable[Source], rules: Iterable[Rule] = (), own: bool = False
         summary, owner, again = join(same)
         for key, rows in grouped(summary.rows).items():
             files = dict.fromkeys(owner[x.cell] for x in rows)
-            views.append({
-                **said(same[0].settings), **dict(zip(("task", "context", "point"), key)), **({"own": True} if own else {}),
-                "records": [*files], "again": again[key], **view(rows, summary.traits[key[0]]),
-            })  # fmt: skip
+            of = {
+                **said(same[0].settings),
+                **dict(zip(("task", "context", "point"), key)),
+                **({"own": True} if own else {}),
+            }
+            views.append({**of, "records": [*files], "again": again[key], **view(rows, summary.traits[key[0]])})
             tasks[key[0]] = one_line(summary.about(key[0]).partition("\n\n")[0])
     views.sort(key=lambda x: (x["model"], -len(x["rows"])))
     rule_of = {short(x.label): x for x in rules}
@@ -192,14 +194,17 @@ def board(found: Iterable[Source], rules: Iterable[Rule] = (), own: bool = False
 def said(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that the prompts depend on, without fingerprints."""
     found = {x: settings[x] for x in SAME if settings.get(x) is not None}
-    named = {x: re.sub(r" \([0-9a-f]{12}\)", "", listed(y)) if x in ("model", "text", "data") else y for x, y in found.items()}
-    return {"model": "synthetic caches", **named}
+    for x in ("model", "text", "data"):
+        if x in found:
+            found[x] = re.sub(r" \([0-9a-f]{12}\)", "", listed(found[x]))
+    return {"model": "synthetic caches", **found}
 
 
 def where(origin: Mapping[str, Any]) -> str:
     """Return the command and the machine of a run."""
     machine = origin.get("machine") or {}
-    return one_line(f"{origin.get('command')} on {(machine.get('gpu') or {}).get('name') or machine.get('cpu')}")
+    processor = (machine.get("gpu") or {}).get("name") or machine.get("cpu")
+    return one_line(" on ".join(str(x) for x in (origin.get("command"), processor) if x))
 
 
 def join(same: Sequence[Source]) -> tuple[Summary, dict[Key, str], Counter[tuple[str, int, str]]]:
@@ -209,11 +214,11 @@ def join(same: Sequence[Source]) -> tuple[Summary, dict[Key, str], Counter[tuple
         The rows; the file of each; and how many cells of a task, context and cut point other files have too.
     """
     owner: dict[Key, str] = {}
-    again: dict[Key, set[str]] = {}
+    again: set[Key] = set()
 
     def first(key: Key, name: str) -> bool:
         if owner.setdefault(key, name) != name:
-            again.setdefault(key, set()).add(name)
+            again.add(key)
         return owner[key] == name
 
     lines = [y for x in same for y in x.lines if first(cell_of(y)[:-1], x.name)]
@@ -241,20 +246,24 @@ def view(rows: Sequence[Row], kind: Traits) -> dict[str, Any]:
     shown = [x for x in rows if metric in x.scores]
     return {
         **{"metric": metric, "percent": kind.percent, "better": kind.better},
-        # method, budget, prompts, score, its interval, tokens kept, bytes held, bytes of the full cache
-        "rows": [
-            [short(x.method), x.budget, x.n, *(rounded(y) for y in x.scores[metric][:3]), x.tokens, x.bytes_held, x.bytes_full]
-            for x in shown
-        ],
+        "rows": [row_of(x, x.scores[metric]) for x in shown],
         "families": [family(x, shown, kind) for x in families(shown, {shown[0].task: kind}).values()] if shown else [],
         "unreachable": [[short(x.method), x.budget, x.unreachable] for x in rows if x.unreachable is not None],
-    }  # fmt: skip
+    }
+
+
+def row_of(x: Row, score: Estimate) -> list[Any]:
+    """Return method, budget, prompts, score, its interval, tokens kept, bytes held, and bytes of the full cache."""
+    return [short(x.method), x.budget, x.n, *map(rounded, score[:3]), x.tokens, x.bytes_held, x.bytes_full]
 
 
 def family(rows: Sequence[Row], shown: Sequence[Row], kind: Traits) -> dict[str, Any]:
-    """Return the comparisons of the rows that have a budget in common, each with each other and with the full cache.
+    """Return the comparisons of the rows of a budget, of each with each other and with the full cache.
 
-    Numbers are in thousandths.
+    Returns:
+        The rows' places in `shown`, the full cache last; for each pair of them, in the order of `combinations`, the
+        difference and its interval in ten-thousandths; the verdict of each on each as a baseline; the best one, and the
+        verdicts of a comparison with it.
     """
     sign = 1 if kind.better == "higher" else -1
     scores = {x.method: x.prompts for x in rows if x.prompts}
@@ -265,15 +274,17 @@ def family(rows: Sequence[Row], shown: Sequence[Row], kind: Traits) -> dict[str,
         found |= {(x, FULL): made[x][FULL] for x in scores if FULL in made[x]}
     best = next((x.compared["best"].to for x in rows if "best" in x.compared), None)
     for row in rows:
-        if not row.prompts:  # of a summary, which has these two comparisons alone
-            found |= {(row.method, x.to): x for x in row.compared.values() if x.verdict != "best"}
-    members = [*rows, *([full] if full else [])]
+        if not row.prompts:  # of a summary, which has two comparisons
+            for name, x in row.compared.items():
+                if x.verdict != "best":  # a comparison with the best is none with a baseline, but its numbers are
+                    found[row.method, x.to] = x._replace(verdict="") if name == "best" else x
+    members, places = [*rows, *([full] if full else [])], {x.cell: i for i, x in enumerate(shown)}
     names = [x.method for x in members]
     pairs = [found.get(x) or mirrored(found.get(x[::-1])) for x in combinations(names, 2)]
     to_best = [x.compared.get("best") for x in members]
     return {
-        "rows": [shown.index(x) for x in members],
-        "pairs": [None if y is None else round(1000 * y) for x in pairs for y in (x[1:4] if x else (None,) * 3)],
+        "rows": [places[x.cell] for x in members],
+        "pairs": [None if y is None else round(1e4 * y) for x in pairs for y in (x[1:4] if x else (None,) * 3)],
         "verdicts": "".join(letter(found.get((x, y))) for x in names for y in names),
         "best": names.index(best) if best in names else None,
         "to_best": "".join(letter(x if x and x.to == best else None) for x in to_best),
@@ -288,7 +299,7 @@ def mirrored(x: Comparison | None) -> Comparison | None:
 
 
 def letter(x: Comparison | None) -> str:
-    return VERDICTS[x.verdict] if x else "-"
+    return VERDICTS.get(x.verdict, "-") if x else "-"
 
 
 def rounded(x: float | None) -> float | None:
@@ -310,18 +321,15 @@ def about(method: str, known: Rule | None = None) -> dict[str, Any]:
     name = take_apart(method)
     if name.peer or not (name.base or known):
         return {"family": "others", "flags": []}
-    policy, rounds = None, False
-    said = [x for x in name.variant.split() if not re.search(r"\.\w+$", x)]  # files are not needed for that
-    for options in (said, []):
-        try:
-            made = known or rule(":".join(filter(None, (name.base, ",".join(options)))))
-            policy = made.policy(512 if made.budgeted else None, 2048, 8)
-            rounds = made.storage != "pre_rope"
-            break
-        except ValueError:  # settings of another version
-            continue
-    family = known.entry.family if known else next(x.family for x in METHODS.values() if x.label == name.base)
-    return {"family": family, "flags": flags_of(policy, rounds) if policy else []}
+    options = [
+        x for x in name.variant.split() if not re.search(r"\.[a-z]\w*$", x)
+    ]  # without files, which are elsewhere
+    try:
+        made = known or rule(":".join(filter(None, (name.base, ",".join(options)))))
+        policy = made.policy(512 if made.budgeted else None, 2048, 8)
+    except ValueError:  # settings of another version
+        return {"family": "others", "flags": []}
+    return {"family": made.entry.family, "flags": flags_of(policy, made.storage != "pre_rope")}
 
 
 def flags_of(policy: Policy, rounds: bool = False) -> list[str]:
@@ -344,10 +352,13 @@ def in_pages(policy: Policy, rounds: bool) -> bool:
     if "statistics" in policy.needs.model:
         made = QueryStatistics.of(torch.zeros(1, 1, 1, 2), Rope.of(2))
         policy = replace(policy, statistics=made)  # type: ignore[type-var]
-    for check in (lambda: policy.check_paged_cache(1), *([] if rounds else [lambda: check_vllm(policy)])):
-        try:
-            check()
-            return True
-        except (TypeError, ValueError):
-            continue
-    return False
+    try:
+        policy.check_paged_cache(1)
+        return True
+    except (TypeError, ValueError):
+        pass
+    try:
+        check_vllm(policy)
+        return not rounds
+    except (TypeError, ValueError):
+        return False

@@ -239,7 +239,7 @@ def compare_each(scores: Mapping[str, Scores], sign: int) -> dict[Pair, Comparis
         if (a, b) in ends:
             low, high = ends[a, b]
             ends[b, a] = -high, -low
-    found = {}
+    found: dict[Pair, Comparison] = {}
     for baseline in scores:
         pairs = {(x, baseline): every[x, baseline] for x in scores if x != baseline}
         tested = _family(pairs, p)
