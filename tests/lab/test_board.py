@@ -134,7 +134,7 @@ def test_rows_are_those_of_the_records(data):
     seen = set()
     for view in data["views"]:
         where = tuple(view[x] for x in key[:3])
-        for method, budget, n, *score, tokens, held, full in view["rows"]:
+        for method, budget, n, *score, tokens, held, full, _ in view["rows"]:
             same = [row for name, row in found[(*where, method, budget)] if name in view["records"]]
             of = [row["scores"][view["metric"]] for row in same if (row["n"], row["tokens"]) == (n, tokens)]
             assert any([board.rounded(x[y]) for y in ("mean", "low", "high")] == score for x in of), (where, method)
@@ -390,12 +390,13 @@ def test_the_address_names_the_view(browser):
     where = "only=query-free,decode&budget=128&ref=Full&sort=difference&pick=KeyDiff&point=cut after the question"
     browser.show(f"{files.BOARD.as_uri()}#{where}", *SIZES["desktop"])
     text = "[...document.querySelectorAll('{}')].map(x => x.textContent)"
-    names = browser.run(text.format("#body td:first-child .name, #body tr td:first-child"))
+    names = browser.run(text.format("#body td:first-child"))
     assert browser.run(text.format("button[aria-pressed=true]")) == ["query-free", "decode", "KeyDiff", "128"]
     assert any("KeyDiff" in x for x in names) and not any("SnapKV" in x for x in names)
     verdicts = browser.run(text.format("#body td:last-child"))
     assert {"worse", "undecided"} >= {*verdicts} - {""} != set()
-    browser.run("document.querySelector('[data-flag=decode]').click()")
+    browser.run("(x => { x.focus(); x.click(); })(document.querySelector('[data-key=\"only decode\"]'))")
+    assert browser.run("document.activeElement.textContent") == "decode"
     assert "only=query-free&" in browser.run("location.hash")
     browser.run("location.hash = ''")
     browser.run("new Promise(done => setTimeout(done, 50))")
