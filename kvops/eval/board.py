@@ -253,7 +253,7 @@ def view(rows: Sequence[Row], kind: Traits) -> dict[str, Any]:
 
 
 def row_of(x: Row, score: Estimate) -> list[Any]:
-    """Return method, budget, prompts, score, its interval, tokens kept, bytes held, bytes of the full cache, and mark."""
+    """Return method, budget, prompts, score, its interval, tokens kept, bytes held and of the full cache, and mark."""
     return [short(x.method), x.budget, x.n, *map(rounded, score[:3]), x.tokens, x.bytes_held, x.bytes_full, x.mark]
 
 
