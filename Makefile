@@ -23,11 +23,14 @@
 #   KVOPS_LEVELS=... the instruction sets of the CPU kernels: all, or native, which the demos need
 #   TORCH_INDEX=...  another package index, for torch alone; https://download.pytorch.org/whl/cpu has CPU builds
 
-TORCH := 2.13.0# for development, pinned only here; the build itself targets 2.10
-FLOOR := $(shell sed -n 's/^MIN_TRANSFORMERS = "\(.*\)".*/\1/p' kvops/hf/__init__.py)# the oldest supported transformers, which test-all also tests
-NEWEST := 5.24.0# the newest; it serves less than the one in requirements-demo.txt (docs/models.md), so test-all tests it besides
+# A version in kvops/supported.py, such as TORCH,ci.
+supported = $(or $(shell sed -n 's/^$1 = .*\b$2="\([^"]*\)".*/\1/p' kvops/supported.py),$(error kvops/supported.py: expected a line "$1 = ..." with $2="..."))
+
+TORCH := $(call supported,TORCH,ci)# for development; the build itself targets the oldest
+FLOOR := $(call supported,TRANSFORMERS,oldest)# which test-all also tests
+NEWEST := $(call supported,TRANSFORMERS,newest)# it serves less than the one in requirements-demo.txt (docs/models.md), so test-all tests it besides
 HARNESS := 0.4.13# lm-eval-harness
-VLLM := 0.32.0# its CPU build, for make test-engines and make serve-demo
+VLLM := $(call supported,VLLM,ci)# its CPU build, for make test-engines and make serve-demo
 KERNELS := 0.17.2# Hugging Face's loader of kernels, for a test
 CUTLASS := 4.2.0.0# headers for the Hopper kernels, without the dependencies of its Python side
 

@@ -9,6 +9,7 @@ MAX_JOBS, CXX, CUDACXX, CMAKE_ARGS. See docs/building.md.
 import importlib.util
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -21,7 +22,8 @@ import setuptools
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
-MIN_TORCH = "2.10"  # the oldest stable ABI that kvops supports; kvops/_lib.py checks the torch at run time
+# The oldest stable ABI that kvops supports; kvops/_lib.py checks the torch at run time.
+MIN_TORCH = runpy.run_path(str(ROOT / "kvops/supported.py"))["TORCH"].oldest
 MIN_SETUPTOOLS = "77"
 
 

@@ -7,11 +7,12 @@ import copy
 import ctypes
 import json
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
+
+from .supported import TORCH, minor
 
 try:
     import torch
@@ -19,13 +20,12 @@ except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ImportError(
-        "kvops needs torch >= 2.10, which is not installed: pip install torch (https://pytorch.org has the builds for "
-        "the CPU and for each CUDA)"
+        f"kvops needs torch >= {TORCH.oldest}, which is not installed: pip install torch (https://pytorch.org has the "
+        "builds for the CPU and for each CUDA)"
     ) from None
 
 from .version import __version__
 
-MIN_TORCH = (2, 10)
 MIN_CAPABILITY = (8, 0)
 # The operators are torch.ops.<namespace>. It is chosen when kvops is built, and the libraries are named after it.
 _libraries = [x for x in Path(__file__).parent.glob("lib*.so") if not x.stem.endswith("_cuda")]
@@ -65,8 +65,8 @@ def _why_missing() -> str:
 
 
 def _load() -> ctypes.CDLL:
-    if tuple(int(x) for x in re.findall(r"\d+", torch.__version__)[:2]) < MIN_TORCH:
-        raise ImportError(f"kvops needs torch >= 2.10, found {torch.__version__}")
+    if minor(torch.__version__) < minor(TORCH.oldest):
+        raise ImportError(f"kvops needs torch >= {TORCH.oldest}, found {torch.__version__}")
     if not LIBRARY.exists():
         raise ImportError(f"kvops: {_why_missing()}")
     if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(operators, "lag_score"):

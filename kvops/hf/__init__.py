@@ -61,7 +61,9 @@ Modules:
 Nothing else in kvops imports transformers.
 """
 
-MIN_TRANSFORMERS = "5.5.0"  # the oldest version that the tests run with; the Makefile reads it here
+from ..supported import TRANSFORMERS
+
+MIN_TRANSFORMERS = TRANSFORMERS.oldest
 
 try:
     import transformers

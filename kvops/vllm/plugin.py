@@ -15,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..supported import VLLM
 from .settings import ATTENTION, own_attention, schedule
 
-TESTED = ("0.32", "0.33")
+TESTED = VLLM.minors
 
 
 class Served(NamedTuple):

