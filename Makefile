@@ -9,6 +9,7 @@
 # make lint          style and types; make tables: what is derived from the methods
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment; both also with ARCH=aarch64
+# make test-newest   try a wheel with the newest torch and transformers, in a fresh environment
 # make hub           the package as Hugging Face's kernels hub wants it, in dist/hub
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
 #
@@ -48,7 +49,7 @@ export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOAL
 CROSS := $(filter aarch64,$(filter-out $(shell uname -m),$(ARCH)))# the processor of `make wheel`, if not this machine's
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm bench eval tables lint sanitize wheel smoke hub gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm test-newest bench eval tables lint sanitize wheel smoke hub gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -148,6 +149,12 @@ endif
 # The package as a kernel of Hugging Face's hub, in dist/hub, with operators in a namespace of its own.
 hub: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
 	@$(STRICT) $(PY) tools/hub.py $(ARGS)
+
+# The same with the newest torch, from TORCH_INDEX, and the newest transformers: the first to know when one of them moves. The
+# wheel is WHEEL, else one that is built here, without CUDA kernels. TORCH=... names the torch.
+test-newest: $(if $(WHEEL),,$(STAMPS)/dev)
+	@$(if $(WHEEL),,rm -rf build/newest && KVOPS_CUDA=0 $(STRICT) $(PY) tools/wheel.py --out build/newest)
+	@$(PYTHON) tests/package/smoke_wheel.py --newest --wheel "$(or $(WHEEL),build/newest)" $(if $(filter command,$(firstword $(origin TORCH))),--torch $(TORCH)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 
 # Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
 # need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set

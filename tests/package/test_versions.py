@@ -2,8 +2,10 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +16,9 @@ from kvops import hf, info, supported
 from kvops.hf import batching
 from kvops.supported import PYTHON, SUPPORTED, TORCH, TRANSFORMERS, VLLM, Versions
 from kvops.vllm import plugin
-from test_build import ROOT, load_setup_py, needs_source, run
+from test_build import ROOT, last_line, load_setup_py, needs_source, run
+
+SMOKE = ROOT / "tests/package/smoke_wheel.py"
 
 
 def load(path: str):
@@ -155,3 +159,79 @@ def test_ranges_are_printed_beside_what_is_installed(monkeypatch):
     assert f" (supported: {PYTHON.span})" in rows["Python"] and f" (supported: {TORCH.span})" in rows["torch"]
     assert "supported" not in rows["tqdm"]
     assert json.loads(json.dumps(found))["supported"]["torch"] == TORCH._asdict()
+
+
+# make test-newest
+
+
+@pytest.fixture
+def smoke():
+    return load("tests/package/smoke_wheel.py")
+
+
+def test_the_newest_versions_are_compared_with_the_table(smoke, monkeypatch):
+    assert smoke.versions().keys() >= {"Python", "torch", "transformers"}
+    found = {"Python": "3.99.0", "torch": f"{TORCH.newest}.1+cpu", "transformers": "5.99.0", "numpy": "9.0"}
+    monkeypatch.setattr(smoke, "versions", lambda: found)
+    assert smoke.newer_than_supported() == [
+        f"Python 3.99.0 (supported: {PYTHON.span})",
+        f"transformers 5.99.0 (supported: {TRANSFORMERS.span})",
+    ]
+
+
+def test_what_fails_is_named_with_its_versions(smoke, monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("no such argument: cache")
+
+    monkeypatch.setattr(smoke, "check_here", fails)
+    with pytest.raises(SystemExit) as error:
+        smoke.main(["--here"])
+    assert re.fullmatch(r"failed: Python \S+, torch \S+, .*: RuntimeError: no such argument: cache", error.value.code)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_is_installed(smoke, monkeypatch, tmp_path):
+    """The newest wheel of the folder, after torch and before nothing that could replace it."""
+    commands = []
+    monkeypatch.setattr(smoke.subprocess, "run", lambda command, **_: commands.append([str(x) for x in command]))
+    for age, name in enumerate(("kvops-1.whl", "kvops-2.whl")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (age, age))
+    options = ["--wheel", str(tmp_path), "--index-url", "https://example.org"]
+    assert smoke.main([*options, "--newest"]) == smoke.main([*options, "--torch", "2.13.0"]) == 0
+    installed = [x[x.index("--no-cache-dir") + 1 :] for x in commands if "install" in x]
+    assert installed == [
+        ["--index-url", "https://example.org", "torch"],
+        [str(tmp_path / "kvops-2.whl"), "transformers"],
+        ["--index-url", "https://example.org", "torch==2.13.0"],
+        [str(tmp_path / "kvops-2.whl")],
+    ]
+
+    def fails(command, **_):
+        raise subprocess.CalledProcessError(1, ["pip", "install", "torch==9.9"])
+
+    monkeypatch.setattr(smoke.subprocess, "run", fails)
+    with pytest.raises(SystemExit, match="^failed: pip install torch==9.9$"):
+        smoke.main([*options, "--torch", "9.9"])
+
+
+def test_generation_is_checked(smoke, monkeypatch, one_thread):
+    smoke.check_generation()
+    from transformers import GenerationMixin
+
+    monkeypatch.setattr(GenerationMixin, "generate", lambda self, input_ids, **_: input_ids.repeat(1, 2))
+    with pytest.raises(AssertionError, match="expected the passkey 58291740, got '<bos>The pass key is"):
+        smoke.check_generation()
+
+
+@needs_source
+def test_make_test_newest():
+    env = {"MAKEFLAGS": "", "MAKELEVEL": "", "MAKEOVERRIDES": ""}
+
+    def last(*words: str) -> list[str]:
+        return last_line(run("make", "-n", "test-newest", *words, cwd=ROOT, env=env)).split()[1:]
+
+    assert last() == [str(SMOKE.relative_to(ROOT)), "--newest", "--wheel", '"build/newest"']
+    assert last("WHEEL=a.whl", "TORCH=2.13.0", "TORCH_INDEX=https://example.org")[1:] == [
+        *("--newest", "--wheel", '"a.whl"', "--torch", "2.13.0", "--index-url", "https://example.org")
+    ]
