@@ -11,6 +11,7 @@
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment; both also with ARCH=aarch64
 # make test-newest   try a wheel with the newest torch and transformers, in a fresh environment
 # make hub           the package as Hugging Face's kernels hub wants it, in dist/hub
+# make release-check build and check everything that a release needs; uploads nothing
 # make gpu           everything that needs a GPU; make gpu-more: the rest of it
 #
 # Each target first sets up what it needs in .venv: minutes (downloads) the first time, seconds afterwards. This takes a
@@ -49,7 +50,7 @@ export KVOPS_LEVELS ?= $(if $(filter-out demo serve-demo help,$(or $(MAKECMDGOAL
 CROSS := $(filter aarch64,$(filter-out $(shell uname -m),$(ARCH)))# the processor of `make wheel`, if not this machine's
 SOURCES := CMakeLists.txt setup.py pyproject.toml kvops/version.py $(shell find csrc)
 
-.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm test-newest bench eval tables lint sanitize wheel smoke hub gpu gpu-more FORCE
+.PHONY: demo help serve-demo build test test-all test-simulated test-hf test-others test-engines test-arm smoke-arm test-newest bench eval tables lint sanitize wheel smoke hub release-check gpu gpu-more FORCE
 .DELETE_ON_ERROR:
 
 demo: $(STAMPS)/kvops
@@ -156,6 +157,10 @@ test-newest: $(if $(WHEEL),,$(STAMPS)/dev)
 	@$(if $(WHEEL),,rm -rf build/newest && KVOPS_CUDA=0 $(STRICT) $(PY) tools/wheel.py --out build/newest)
 	@$(PYTHON) tests/package/smoke_wheel.py --newest --wheel "$(or $(WHEEL),build/newest)" $(if $(filter command,$(firstword $(origin TORCH))),--torch $(TORCH)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 
+# Everything but the upload: a build from a clean clone into dist/, and what would keep the release from the index.
+release-check: $(STAMPS)/release $(STAMPS)/cutlass-$(CUTLASS)
+	@$(STRICT) $(PY) tools/release_check.py $(ARGS)
+
 # Everything that needs a GPU, in two commands of under ten minutes each. gpu: the build, the benchmark and the tests that
 # need a GPU. gpu-more: the other tests, compute-sanitizer, whole models, torch.compile. Results go to OUT. They set
 # nothing up and need no network: PYTHON must have torch; WHEELS=DIR, a folder of wheels, adds what else it lacks.
@@ -201,6 +206,11 @@ $(STAMPS)/demo: requirements-demo.txt $(STAMPS)/torch-$(TORCH)
 $(STAMPS)/dev: requirements-dev.txt $(STAMPS)/demo
 	@echo "== packages to develop"
 	@$(PIP) -qq -r requirements-dev.txt
+	@touch $@
+
+$(STAMPS)/release: requirements-release.txt $(STAMPS)/dev
+	@echo "== packages to release"
+	@$(PIP) -qq -r requirements-release.txt
 	@touch $@
 
 # Installed beside the packages, not among them: a test puts the folder on PYTHONPATH.
