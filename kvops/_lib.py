@@ -173,8 +173,8 @@ def build_info() -> dict[str, Any]:
         - `torch_build`, `torch_target`: the torch that kvops was compiled against, and the oldest that can load it.
         - `compiler`: the C++ compiler and its version.
         - `isa`: the instruction-set level in use. `v2`, `v3` and `v4` are the x86-64 levels, `v4_bf16` is v4 with bf16
-          dot products, `v4_amx` that with AMX tiles; on aarch64 `neon`, and `neon_bf16` with bf16 products; on other
-          processors `baseline`.
+          dot products, `v4_amx` that with AMX tiles. On aarch64 they are `neon`, and `neon_bf16` with bf16 products. On
+          other processors it is `baseline`.
         - `isa_built`: the levels in this build, lowest first.
         - `cuda`: a dict. `built`: whether there is a CUDA library; `archs`: the GPU architectures it was compiled for;
           `nvcc`: the version of the compiler; `loaded`: whether it is in use; `why`: why it was not built or not

@@ -47,7 +47,7 @@ def minor(version: str) -> tuple[int, int]:
 
 
 # The Makefile reads these lines with sed.
-PYTHON = Versions(oldest="3.10", newest="3.13", ci="3.11")
+PYTHON = Versions(oldest="3.10", newest="3.14", ci="3.11")
 TORCH = Versions(oldest="2.10", newest="2.15", ci="2.13.0")
 TRANSFORMERS = Versions(oldest="5.5.0", newest="5.24.0", ci="5.23.0")  # .ci/run tests kvops.hf with all three
 VLLM = Versions(oldest="0.32", newest="0.33", ci="0.32.0")

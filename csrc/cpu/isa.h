@@ -4,8 +4,8 @@
 //
 // x86-64 has v2 (SSE4.2), v3 (AVX2, FMA, F16C), v4 (AVX-512), v4_bf16 (with AVX512-BF16) and v4_amx (with AMX), which
 // is the code of v4_bf16 and uses tiles (tiles.h). aarch64 has neon and neon_bf16 (with BFDOT and BFMMLA). Other
-// processors have `baseline`, plain vectors. CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...) for each level of this build, lowest
-// first; KVOPS_EACH_BODY leaves out v4_amx.
+// processors have `baseline`, plain vectors. CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...) for each
+// level of this build, lowest first; KVOPS_EACH_BODY leaves out v4_amx.
 #pragma once
 
 #include "../call.h"
