@@ -32,7 +32,6 @@ _libraries = [x for x in Path(__file__).parent.glob("lib*.so") if not x.stem.end
 LIBRARY = _libraries[0] if len(_libraries) == 1 else Path(__file__).with_name("libkvops.so")
 NAMESPACE = LIBRARY.stem.removeprefix("lib")
 CUDA_LIBRARY = LIBRARY.with_name(f"{LIBRARY.stem}_cuda.so")
-operators = getattr(torch.ops, NAMESPACE)
 
 _debug = False
 _switches: list[Any] = []  # kvops_debug_checks() of each library with CUDA kernels
@@ -69,7 +68,7 @@ def _load() -> ctypes.CDLL:
         raise ImportError(f"kvops needs torch >= {TORCH.oldest}, found {torch.__version__}")
     if not LIBRARY.exists():
         raise ImportError(f"kvops: {_why_missing()}")
-    if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(operators, "lag_score"):
+    if str(LIBRARY) not in torch.ops.loaded_libraries and hasattr(getattr(torch.ops, NAMESPACE), "lag_score"):
         # Registering the same operators twice would abort the process.
         raise ImportError(
             f"kvops: this process has already loaded another copy of the operators, so it cannot load {LIBRARY}"
@@ -147,6 +146,7 @@ def _load_cuda(cuda: dict[str, Any]) -> str:
 
 
 _library = _load()
+operators = getattr(torch.ops, NAMESPACE)
 _facts = json.loads(_library.kvops_facts())
 _facts["cuda"]["why"] = _load_cuda(_facts["cuda"])
 _facts.pop("error")

@@ -102,7 +102,7 @@ def test_each_fake_is_beneath_its_function():
     expected: dict[str, list[str]] = {}
     for schema in SCHEMAS:
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
-        expected.setdefault(schema.name.removeprefix("kvops::"), []).append(name)
+        expected.setdefault(schema.name.removeprefix("kvops::"), []).append(name.removeprefix("kvops::"))
     assert found == expected
 
 
