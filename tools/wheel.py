@@ -116,7 +116,11 @@ def build(out: Path, arch: str = HERE, torch: Path | None = None) -> Path:
         sys.exit("make wheel: needs readelf; install binutils")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "setup.py", "-q", "bdist_wheel", "-d", folder, "--plat-name", f"linux_{arch}"]
-        env = os.environ | {"KVOPS_MANYLINUX": "1"} | (cross(arch, torch.resolve()) if torch else {})
+        # What setuptools puts together is elsewhere than that of another build, which may run at the same time.
+        config = Path(folder, "setup.cfg")
+        config.write_text(f"[build]\nbuild_base = {folder}/build\n[egg_info]\negg_base = {folder}\n")
+        env = os.environ | {"KVOPS_MANYLINUX": "1", "DIST_EXTRA_CONFIG": str(config)}
+        env |= cross(arch, torch.resolve()) if torch else {}
         done = subprocess.run(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
         if done.returncode:  # otherwise it holds only setuptools' advice to use a frontend
             sys.exit(f"{done.stderr}\nmake wheel: the build failed; why is above")

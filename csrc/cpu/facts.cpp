@@ -23,9 +23,10 @@ namespace {
 constexpr std::string_view kNames[] = {KVOPS_EACH_LEVEL(KVOPS_NAME, )};
 constexpr int kLevels = static_cast<int>(std::size(kNames));
 
+#if defined(__x86_64__)
 // Whether this CPU has AMX tiles of bf16 and int8, and the system permits this process to use them. Asks it to.
 bool may_use_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
   unsigned a, b, c, d;
   constexpr unsigned kNeeded = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
   constexpr long kRequestPermission = 0x1023, kTileData = 18;   // ARCH_REQ_XCOMP_PERM, of Linux 5.16
@@ -35,6 +36,7 @@ bool may_use_tiles() {
   return false;
 #endif
 }
+#endif
 
 bool runs(std::string_view level) {
 #if defined(__x86_64__)
