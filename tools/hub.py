@@ -6,9 +6,9 @@ The result is a folder that `kernels.get_local_kernel` loads, and that can be up
 
     OUT/build/torch-stable-abi210-<cpu or CUDA>-<processor>-linux/
 
-It holds the package without its commands, its evaluation and its plugin, which import `kvops` by name; the libraries,
-linked as for a wheel; and metadata.json. The operators are torch.ops.<namespace>, of a namespace that names the commit,
-so that a process can load it beside an installed kvops, or beside the kernel of another commit.
+It holds the package without its commands, its evaluation and its plugin; the libraries, linked as for a wheel; and
+metadata.json. The operators are torch.ops.<namespace>, of a namespace that names the commit, so that a process can load
+it beside an installed kvops, or beside the kernel of another commit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,19 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = ("__main__.py", "bench", "demo", "eval", "include", "info.py", "share", "vllm", "__pycache__", "*.so")
+LEFT_OUT = (
+    "__main__.py",
+    "analysis",
+    "bench",
+    "demo",
+    "eval",
+    "include",
+    "info.py",
+    "share",
+    "vllm",
+    "__pycache__",
+    "*.so",
+)
 VERSION = 1  # of the kernel: raised when a call changes
 
 
@@ -33,8 +45,10 @@ def commit() -> str:
     """Return what names the sources: the commit, and `dirty` if there are changes."""
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", ROOT, *arguments]
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+        done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"make hub: needs a git repository, which names the commit: {done.stderr.strip()}")
+        return done.stdout.strip()
 
     return git("rev-parse", "--short=8", "HEAD") + ("_dirty" if git("status", "--porcelain") else "")
 
@@ -62,6 +76,9 @@ def build(out: Path) -> Path:
         shutil.copytree(ROOT / "kvops", target, ignore=shutil.ignore_patterns(*LEFT_OUT))
         for library in libraries.glob("*.so"):
             shutil.copy(library, target)
+    calibration = target / "demo_files/data/LICENSE-python.txt"  # kvops/files.py
+    calibration.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "bench/data" / calibration.name, calibration)
     metadata = {
         "id": f"_{namespace}_{name}",
         "name": "kvops",

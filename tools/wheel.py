@@ -46,7 +46,8 @@ def arch_of(wheel: Path) -> str:
 
 
 def run(*command: str | Path) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    env = os.environ | {"LC_ALL": "C"}  # readelf speaks the user's language
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
 def too_new(symbols: str) -> list[str]:
@@ -73,7 +74,7 @@ def problems_of(library: Path, arch: str = HERE) -> list[str]:
         problems.append("it has a run path, which names a folder of the build machine")
     if new := too_new(symbols):
         problems.append(f"it needs {some_of(new)}, newer than {tag(arch)} allows; {CONTAINER}")
-    if unstable := re.findall(r" UND (_ZN?K?(?:2at|3c10|5torch)\w*|_?Py[A-Z]\w*)", symbols):
+    if unstable := re.findall(r" UND (_Z\w*?(?:2at|3c10|5torch|6caffe2)\w*|_?Py[A-Z]\w*)", symbols):
         problems.append(f"it needs {some_of(unstable)}, outside torch's stable ABI")
     if (processor := re.search(r"Machine: *(.*)", header)[1]) != ELF[arch]:
         problems.append(f"it is for {processor}, expected {ELF[arch]}")
@@ -112,6 +113,8 @@ def cross(arch: str, torch: Path) -> dict[str, str]:
 
 def build(out: Path, arch: str = HERE, torch: Path | None = None) -> Path:
     """Build, check and tag the wheel; return its path. `torch`: the folder of another processor's torch."""
+    if arch not in ARCHS:
+        sys.exit(f"make wheel: expected a processor of {', '.join(ARCHS)}, got {arch}")
     if not shutil.which("readelf"):
         sys.exit("make wheel: needs readelf; install binutils")
     with tempfile.TemporaryDirectory() as folder:

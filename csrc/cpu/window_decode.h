@@ -24,8 +24,8 @@
 namespace kvops::KVOPS_ISA {
 namespace {
 
-// rotate_row for a dot-product operand. For bf16 pairs it uses the CPU's own rounding, which flushes subnormal numbers,
-// as the dot product itself does.
+// rotate_row for a dot-product operand. AVX512-BF16's pairs are rounded by the CPU, which flushes subnormal numbers, as
+// the dot product itself does.
 template <class T>
 inline void rotate_operand(char* to, const char* from, int64_t bytes, const float* cos, const float* sin,
                            const SlotRope& rope) {
@@ -43,7 +43,7 @@ inline void rotate_operand(char* to, const char* from, int64_t bytes, const floa
         x[j] = widened(from), y[j] = widened(from + half);
         turn(x[j], y[j], load(cos + i / 2 + j * VL), load(sin + i / 2 + j * VL));
       }
-      const __m512bh first = _mm512_cvtne2ps_pbh(x[1], x[0]), second = _mm512_cvtne2ps_pbh(y[1], y[0]);
+      const U first = round_pairs(x[0], x[1]), second = round_pairs(y[0], y[1]);
       memcpy(to + i, &first, VB);
       memcpy(to + half + i, &second, VB);
     }

@@ -124,7 +124,7 @@ def with_data(text: str, data: dict[str, Any]) -> str:
 
 def joined(own: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the data of two boards."""
-    return {x: own[x] + y if isinstance(y, list) else {**y, **own[x]} for x, y in other.items()}
+    return {x: own[x] + y if isinstance(y, list) else {**own[x], **y} for x, y in other.items()}
 
 
 def sources(files: Sequence[Path]) -> list[Source]:
@@ -162,6 +162,8 @@ def board(found: Iterable[Source], rules: Iterable[Rule] = (), own: bool = False
     """
     sets: dict[str, list[Source]] = {}
     for source in found:
+        if own:  # a file of the same name is another one
+            source = source._replace(name=f"{source.name} (own)")
         sets.setdefault(json.dumps([source.settings.get(x) for x in SAME]), []).append(source)
     records: dict[str, list[str]] = {}
     for source in (x for same in sets.values() for x in same):
@@ -201,10 +203,11 @@ def said(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def where(origin: Mapping[str, Any]) -> str:
-    """Return the command and the machine of a run."""
+    """Return the command, without the folders of files, and the machine of a run."""
     machine = origin.get("machine") or {}
     processor = (machine.get("gpu") or {}).get("name") or machine.get("cpu")
-    return one_line(" on ".join(str(x) for x in (origin.get("command"), processor) if x))
+    command = re.sub(r"(?<![^\s=])~?/\S*/", "", str(origin.get("command") or ""))
+    return one_line(" on ".join(str(x) for x in (command, processor) if x))
 
 
 def join(same: Sequence[Source]) -> tuple[Summary, dict[Key, str], Counter[tuple[str, int, str]]]:

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from .._lib import NAMESPACE
 from ..cache.slots import SlotCache
 from . import architectures
 
@@ -33,7 +34,7 @@ class Layer(Protocol):
     def attention(self) -> Any: ...
 
 
-ATTENTION = "kvops"  # the name of the attention function in transformers
+ATTENTION = NAMESPACE  # the name of the attention function in transformers: "kvops"
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Configs = list[tuple[PreTrainedConfig, str | None]]  # each with its attention's name
 

@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from .._lib import NAMESPACE
 from ..ops.rope import Rope
 from .arguments import CACHE
 
@@ -171,7 +172,7 @@ class _Sandbox(TorchDispatchMode):
 
 # ---- what the rotary module declares and what the tiny model does ----
 
-_ATTENTION = "kvops_rope"  # the name of the tiny models' attention function in transformers
+_ATTENTION = f"{NAMESPACE}_rope"  # the name of the tiny models' attention function in transformers
 _BLOCK = 64  # rows come in such numbers, since matrix products round the rows of an incomplete block differently
 _BEYOND = 8  # positions up to this multiple of max_position_embeddings: a stream goes on
 _LAST = 1 << 24  # the largest position; beyond it, fp32 does not have all integers

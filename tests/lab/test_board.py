@@ -254,7 +254,7 @@ def test_text_cannot_leave_its_element(tmp_path, page):
 
 
 def test_the_page_is_up_to_date(tool, tmp_path, monkeypatch):
-    """The whole of it takes long; its last two records stand for the others, in any order of the files."""
+    """The whole of it takes long; two records stand for the others, in any order of the files."""
     page = tmp_path / "index.html"
     names = tool["main"].__globals__
     few = [x for x in tool["records"]() if x.stem in ("eval-ragged", "eval-keydiff")]

@@ -182,6 +182,18 @@ def test_unknown_levels_are_one_line(tmp_path):
     assert "kvops: KVOPS_LEVELS must be all or native, got 'v9'" in " ".join(out.split())
 
 
+@needs_source
+@pytest.mark.parametrize("name", ["my-ops", "1st", "x_cuda", ""])
+def test_wrong_namespace(name, tmp_path):
+    command = ("cmake", "-S", ROOT, "-B", tmp_path, f"-DKVOPS_TORCH_DIR={TORCH}")
+    out = run(sys.executable, "-m", *command, "-DKVOPS_CUDA=0", f"-DKVOPS_NAMESPACE={name}", expect=1)
+    wrong = f"kvops: KVOPS_NAMESPACE must be lower-case letters, digits and _, not ending in _cuda, got '{name}'"
+    assert wrong in " ".join(out.split())
+    env = {"KVOPS_NAMESPACE": "other"}
+    error = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, env=env, expect=1)
+    assert last_line(error) == "kvops: KVOPS_NAMESPACE is for `make hub`; a build in place has the namespace kvops"
+
+
 # One line for what is missing
 
 

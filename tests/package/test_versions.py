@@ -192,7 +192,7 @@ def test_what_fails_is_named_with_its_versions(smoke, monkeypatch, capsys):
 
 
 def test_what_is_installed(smoke, monkeypatch, tmp_path):
-    """The newest wheel of the folder, after torch and before nothing that could replace it."""
+    """First torch; then, together, the newest wheel of the folder and transformers, which keep that torch."""
     commands = []
     monkeypatch.setattr(smoke.subprocess, "run", lambda command, **_: commands.append([str(x) for x in command]))
     for age, name in enumerate(("kvops-1.whl", "kvops-2.whl")):

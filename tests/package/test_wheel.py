@@ -4,8 +4,10 @@ import email
 import importlib.metadata
 import importlib.util
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import kvops
-from kvops.supported import PYTHON
+from kvops import supported
 from test_build import LEVELS, LIBRARY, ROOT, TORCH, last_line, load_setup_py, needs_source, run, script
 
 SMOKE = ROOT / "tests/package/smoke_wheel.py"
@@ -79,7 +81,7 @@ def test_one_wheel_for_every_python(wheel, tool):
     assert required == ["numpy"] and metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0" and len(metadata.get_all("Project-URL")) >= 4
     versions = [x for x in metadata.get_all("Classifier") if x.startswith("Programming Language :: Python :: 3.")]
-    assert [x.rpartition(" ")[2] for x in versions] == PYTHON.minors
+    assert [x.rpartition(" ")[2] for x in versions] == supported.PYTHON.minors
 
 
 @needs_tools
@@ -121,6 +123,19 @@ def test_a_wheel_for_another_processor(wheel, tool, tmp_path, capsys):
         assert message in capsys.readouterr().err
     with pytest.raises(SystemExit, match=f"--torch {tmp_path} is not a folder of torch for {other}|no {other}-linux"):
         tool.build(tmp_path, other, tmp_path)
+
+
+def test_an_emulated_smoke_test_that_cannot_import_the_wheel(tmp_path):
+    if not (ROOT / ".venv/bin/python").exists():
+        pytest.skip("tools/arm.sh uses the Python in .venv")
+    script(tmp_path / "qemu-aarch64-static", "echo no library >&2; exit 1\n")
+    wheel = tmp_path / "kvops.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("kvops/__init__.py", "")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for path, message in {wheel: "no library", tmp_path / "none.whl": "run: make wheel ARCH=aarch64"}.items():
+        out = run(ROOT / "tools/arm.sh", "smoke", tmp_path / "arm", path, env=env, expect=1)
+        assert message in out and "passed" not in out
 
 
 @needs_tools
@@ -179,7 +194,7 @@ def test_workflows_build_test_and_publish():
     if not text:
         pytest.skip("no workflows in a source distribution")
     assert "manylinux_2_28_" in text and "aarch64" in text and "id-token: write" in text
-    for version in ("3.10", "3.11", "3.12", "3.13", "2.10", "2.15"):
+    for version in (*supported.PYTHON.minors, *supported.TORCH.minors):
         assert f'"{version}"' in text
     assert "tests/package/smoke_wheel.py" in text and "tools/wheel.py" in text
 
@@ -192,6 +207,8 @@ def kernel(tool, tmp_path_factory) -> Path:
     """The folder of `make hub`, of the build that is here without its CUDA kernels."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVOPS_CUDA", "0")
+        if subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
+            pytest.skip("no git repository, which names the commit")
         return load("hub.py").build(tmp_path_factory.mktemp("hub"))
 
 
@@ -206,10 +223,10 @@ def test_two_copies_of_the_operators_in_one_process(kernel, tool):
     if not loader:
         pytest.skip("Hugging Face's kernels is not installed (make test-all)")
     code = f"""
-import importlib, json, pathlib, kernels, torch
+import importlib, json, pathlib, kernels, torch, transformers
 kernel = kernels.get_local_kernel(pathlib.Path({str(kernel.parents[1])!r}))
-importlib.import_module(kernel.__name__ + ".hf")
-import kvops
+hf = importlib.import_module(kernel.__name__ + ".hf")
+import kvops, kvops.demo, kvops.hf
 k, v = torch.randn(2, 1, 2, 512, 64, generator=torch.Generator().manual_seed(0)).unbind(0)
 each = [x.keydiff_compress(k, v, 0.25) for x in (kernel, kvops)]
 compiled = torch.compile(lambda k: kernel.ops.anchor_cosine(k), fullgraph=True)(k)
@@ -219,11 +236,20 @@ try:
     refused = ""
 except ValueError as error:
     refused = str(error)
-operators = [type(x.ops.api._ops.lag_score.default).__name__ and x.ops.api._ops.name for x in (kernel, kvops)]
-print(json.dumps([same, refused, operators]))
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_pretrained(kvops.demo.MODEL)
+prompt, answers = torch.randint(0, model.config.vocab_size, (1, 200)), []
+for x, in_models in (kernel, hf), (kvops, kvops.hf), (kernel, hf):
+    in_models.use_attention(model)
+    with in_models.compress(model, x.SnapKV(budget=64)):
+        answers.append(model.generate(prompt, max_new_tokens=8, do_sample=False).tolist())
+in_models.for_model(x.ExpectedAttention(budget=64), model)
+operators = [x.ops.api._ops.name for x in (kernel, kvops)]
+print(json.dumps([same, refused, operators, answers]))
 """
     out = run(sys.executable, "-c", code, env={"PYTHONPATH": f"{ROOT}:{loader}"})
-    same, refused, operators = json.loads(last_line(out))
+    same, refused, operators, answers = json.loads(last_line(out))
+    assert answers[0] == answers[1] == answers[2] and len(answers[0][0]) == 208
     assert same == [True] * 4 and refused.startswith("gather_kv: ")
     assert operators == [library.stem.removeprefix("lib"), "kvops"]
 

@@ -45,7 +45,8 @@ def host_glibc() -> tuple[int, ...]:
 
 
 def run(*command: str | Path) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    env = os.environ | {"LC_ALL": "C"}  # readelf speaks the user's language
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
 def find(name: str) -> Path:
