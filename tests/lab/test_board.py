@@ -307,7 +307,16 @@ def test_results_in_python_write_a_board(written):
     api.Evaluation(summary.summarize(heads, lines)).board(str(written / "python.html"))
     own = board.data_of((written / "mine.html").read_text())["views"][0]
     made = board.data_of((written / "python.html").read_text())["views"][0]
-    assert made == own | {"records": ["kvops.eval.run"]}
+    assert made == own | {"records": ["kvops.eval.run (own)"]}
+
+
+def test_own_names_leave_recorded_ones_alone():
+    """A file with the name of a recorded one, and a method with the name of one of the library's."""
+    recorded = board.data_of(board.page())
+    own = {x: [] if isinstance(y, list) else dict.fromkeys(y, "own") for x, y in recorded.items()}
+    assert board.joined(own, recorded) == recorded
+    origin = {"command": "python -m kvops.eval --model /home/me/a b.py:X --methods=~/mine.py:Y --device cuda"}
+    assert board.where(origin) == "python -m kvops.eval --model a b.py:X --methods=mine.py:Y --device cuda"
 
 
 def test_a_method_of_ones_own_has_its_filters(tmp_path, monkeypatch):
