@@ -206,7 +206,7 @@ def where(origin: Mapping[str, Any]) -> str:
     """Return the command, without the folders of files, and the machine of a run."""
     machine = origin.get("machine") or {}
     processor = (machine.get("gpu") or {}).get("name") or machine.get("cpu")
-    command = re.sub(r"(?<![^\s=])~?/\S*/", "", str(origin.get("command") or ""))
+    command = re.sub(r"(?<![^\s=])~?/(\S*/)?", "", str(origin.get("command") or ""))
     return one_line(" on ".join(str(x) for x in (command, processor) if x))
 
 
