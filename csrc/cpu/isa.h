@@ -5,8 +5,10 @@
 // x86-64 has v2 (SSE4.2), v3 (AVX2, FMA, F16C), v4 (AVX-512), v4_bf16 (with AVX512-BF16) and v4_amx (with AMX), which
 // is the code of v4_bf16 and uses tiles (tiles.h). aarch64 has neon and neon_bf16 (with BFDOT and BFMMLA). Other
 // processors have `baseline`, plain vectors. CMake writes levels.h: KVOPS_EACH_LEVEL(X, ...) is X(level, ...) for each
-// level of this build, lowest first; KVOPS_EACH_BODY leaves out v4_amx.
+// level of this build, lowest first; KVOPS_EACH_BODY leaves out v4_amx; KVOPS_LEVEL_LIST is their names.
 #pragma once
+
+#include <string_view>
 
 #include "../call.h"
 #include "levels.h"
@@ -39,5 +41,8 @@ enum class Isa { KVOPS_EACH_LEVEL(KVOPS_ENUMERATOR, ) };
 // The level in use. Throws std::invalid_argument if KVOPS_ISA names another level than those of this build, or if this
 // CPU lacks the level.
 Isa isa();
+
+// Its name.
+std::string_view isa_name();
 
 }  // namespace kvops

@@ -1,0 +1,82 @@
+/* libkvops_c.so: C functions that call the CPU kernels of eviction without queries, for programs without torch.
+ *
+ * K and V of a layer are [batch, heads, tokens, dim]: an address and strides in bytes. dim is contiguous, and a row is
+ * a multiple of 16 bytes. Scores and indices are contiguous. The indices of a head are the slots it keeps, ascending,
+ * and -1 after the last one if it keeps fewer.
+ *
+ * A function returns 0; or -1, and then it has written nothing, and kvops_error() says what was expected and what came.
+ * Several threads may call at once. Memory that is written must not overlap memory that is read.
+ */
+#ifndef KVOPS_C_H
+#define KVOPS_C_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define KVOPS_API __attribute__((visibility("default")))
+
+enum kvops_dtype { KVOPS_F32, KVOPS_F16, KVOPS_BF16, KVOPS_E4M3, KVOPS_E5M2 };
+
+struct kvops_rows {
+  void* data;
+  int64_t stride_batch, stride_head, stride_token; /* bytes */
+  int64_t dim;
+  enum kvops_dtype dtype;
+};
+
+/* The valid slots of request b are the lengths[b] slots from starts[b] on. Null: from 0 on, and up to the end. */
+struct kvops_shape {
+  int64_t batch, heads, tokens;
+  const int32_t *starts, *lengths;
+};
+
+/* A pool of `count` threads. run calls body(first, last, context) for parts of [begin, end), of at least `grain` if it
+ * can be, and returns 0 when all of them have returned. */
+struct kvops_threads {
+  int64_t count;
+  int32_t (*run)(int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context);
+};
+
+/* Why the last call in this thread that failed did. */
+KVOPS_API const char* kvops_error(void);
+
+/* KeyDiff. scores: [batch, heads, tokens], minus the cosine between each key and the sum of all normalized keys;
+ * invalid slots are never selected. anchor: [batch, heads, dim], that sum. threads: null for one thread, here and
+ * below. */
+KVOPS_API int kvops_anchor_cosine(const struct kvops_shape* shape, const struct kvops_rows* k, float* scores,
+                                  float* anchor, const struct kvops_threads* threads);
+
+/* The slots of the `keep` highest scores, among them always the first `sinks` and the last `window` valid ones. Of
+ * equal scores, the lower slots. indices: [batch, heads, min(keep, tokens)]. */
+KVOPS_API int kvops_select_topk(const struct kvops_shape* shape, const float* scores, int64_t keep, int64_t sinks,
+                                int64_t window, int64_t* indices, const struct kvops_threads* threads);
+
+/* LagKV (Eq. 5 to 9): the partitions of `lag` tokens after the first `prefix` are scored by their successor. scores:
+ * [batch, heads, kvops_lag_segments(), lag]. */
+KVOPS_API int64_t kvops_lag_segments(int64_t tokens, int64_t prefix, int64_t lag);
+KVOPS_API int kvops_lag_score(const struct kvops_shape* shape, const struct kvops_rows* k, const struct kvops_rows* v,
+                              int64_t prefix, int64_t lag, float* scores, const struct kvops_threads* threads);
+
+/* LagKV (Eq. 10): the first `prefix` slots, the `keep` highest scores of each scored partition, and everything after
+ * them. indices: [batch, heads, kvops_lag_kept()]. */
+KVOPS_API int64_t kvops_lag_kept(const struct kvops_shape* shape, int64_t prefix, int64_t lag, int64_t keep);
+KVOPS_API int kvops_lag_select(const struct kvops_shape* shape, const float* scores, int64_t prefix, int64_t lag,
+                               int64_t keep, int64_t* indices, const struct kvops_threads* threads);
+
+/* Copies the rows of `kept` indices per head. k_out, v_out: [batch, heads, kept, dim]; an index of -1 makes zeros. */
+KVOPS_API int kvops_gather_kv(const struct kvops_shape* shape, const struct kvops_rows* k, const struct kvops_rows* v,
+                              const int64_t* indices, int64_t kept, const struct kvops_rows* k_out,
+                              const struct kvops_rows* v_out, const struct kvops_threads* threads);
+
+/* Moves them to the front in place. */
+KVOPS_API int kvops_compact_kv(const struct kvops_shape* shape, const struct kvops_rows* k, const struct kvops_rows* v,
+                               const int64_t* indices, int64_t kept, const struct kvops_threads* threads);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

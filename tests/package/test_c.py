@@ -1,0 +1,260 @@
+"""libkvops_c.so: kernels for C programs, without torch. They compute what the operators do, on the same memory."""
+
+import ctypes
+import importlib.util
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import pytest
+import torch
+
+import kit
+from kvops import ops
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)  # in the enum's order
+BODY = ctypes.CFUNCTYPE(None, c_int64, c_int64, c_void_p)
+RUN = ctypes.CFUNCTYPE(c_int32, c_int64, c_int64, c_int64, BODY, c_void_p)
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not (ROOT / "csrc/c/kvops_c.h").exists() or not importlib.util.find_spec("cmake"),
+        reason="no source or no cmake",
+    ),
+]
+
+
+class Rows(Structure):
+    _fields_ = [("data", c_void_p), *((x, c_int64) for x in ("batch", "head", "token", "dim")), ("dtype", c_int)]
+
+
+class Shape(Structure):
+    _fields_ = [
+        ("batch", c_int64),
+        ("heads", c_int64),
+        ("tokens", c_int64),
+        ("starts", c_void_p),
+        ("lengths", c_void_p),
+    ]
+
+
+class Threads(Structure):
+    _fields_ = [("count", c_int64), ("run", RUN)]
+
+
+def run(*command, **kwargs):
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, **kwargs)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """The library, built where there is no torch for it to find."""
+    folder = tmp_path_factory.mktemp("c")
+    ninja = shutil.which("ninja", path=Path(sys.executable).parent) or shutil.which("ninja")
+    generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
+    options = ["-DKVOPS_C=1", "-DKVOPS_LEVELS=native", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
+    run(sys.executable, "-m", "cmake", "-S", ROOT, "-B", folder, *generator, *options)
+    run(sys.executable, "-m", "cmake", "--build", folder)
+    return folder / "libkvops_c.so"
+
+
+@pytest.fixture(scope="module")
+def library(built):
+    found = ctypes.CDLL(str(built))
+    found.kvops_error.restype = c_char_p
+    found.kvops_lag_segments.restype = found.kvops_lag_kept.restype = c_int64
+    found.kvops_lag_segments.argtypes = [c_int64] * 3
+    found.kvops_lag_kept.argtypes = [POINTER(Shape)] + [c_int64] * 3
+    return found
+
+
+def rows(x: torch.Tensor) -> Rows:
+    return Rows(x.data_ptr(), *(s * x.element_size() for s in x.stride()[:3]), x.shape[3], DTYPES.index(x.dtype))
+
+
+def shape(x: torch.Tensor, starts=None, lengths=None) -> Shape:
+    return Shape(*x.shape[:3], *(None if y is None else y.data_ptr() for y in (starts, lengths)))
+
+
+def pointer(x: torch.Tensor) -> c_void_p:
+    return c_void_p(x.data_ptr())
+
+
+def succeeds(library, status: int) -> None:
+    assert status == 0, library.kvops_error().decode()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_functions_compute_what_the_operators_do(library, dtype, padded):
+    b, heads, n, d, dv, lag, prefix, keep = 2, 3, 400, 64, 80, 32, 5, 9
+    k, v = kit.kv(b, heads, n, d, dtype)[0], kit.kv(b, heads, n, dv, dtype, seed=1)[0]
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)  # [b, n, heads, d] in memory
+    starts, lengths = (kit.int32(3, 40), kit.int32(390, 200)) if padded else (None, None)
+    valid = dict(starts=starts, lengths=lengths)
+    s, K, V = shape(k, starts, lengths), rows(k), rows(v)
+
+    scores, anchor = torch.full((b, heads, n), 7.0), torch.full((b, heads, d), 7.0)
+    succeeds(library, library.kvops_anchor_cosine(byref(s), byref(K), pointer(scores), pointer(anchor), None))
+    for found, expected in zip((scores, anchor), torch.ops.kvops.anchor_cosine(k, **valid)):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+    indices = torch.full((b, heads, 100), 7)
+    succeeds(
+        library,
+        library.kvops_select_topk(
+            byref(s), pointer(scores), c_int64(100), c_int64(4), c_int64(8), pointer(indices), None
+        ),
+    )
+    assert torch.equal(indices, ops.select_topk(scores, k=100, sinks=4, window=8, **valid))
+
+    segments = library.kvops_lag_segments(n, prefix, lag)
+    scores = torch.full((b, heads, segments, lag), 7.0)
+    succeeds(
+        library,
+        library.kvops_lag_score(byref(s), byref(K), byref(V), c_int64(prefix), c_int64(lag), pointer(scores), None),
+    )
+    expected = ops.lag_score(k, v, lag=lag, prefix=prefix, **valid)
+    assert torch.equal(scores.view(torch.int32), expected.view(torch.int32))
+
+    by_lag = torch.full((b, heads, library.kvops_lag_kept(byref(s), prefix, lag, keep)), 7)
+    numbers = c_int64(prefix), c_int64(lag), c_int64(keep)
+    succeeds(library, library.kvops_lag_select(byref(s), pointer(scores), *numbers, pointer(by_lag), None))
+    assert torch.equal(by_lag, ops.select_topk(scores, k=keep, sinks=prefix, seq_len=n, **valid))
+
+    for kept in (indices, by_lag):
+        m = kept.shape[2]
+        k_out, v_out = torch.full((b, heads, m, d), 1.0).to(dtype), torch.full((b, heads, m, dv), 1.0).to(dtype)
+        targets = [rows(x) for x in (k_out, v_out)]
+        succeeds(
+            library,
+            library.kvops_gather_kv(
+                byref(s), byref(K), byref(V), pointer(kept), c_int64(m), *map(byref, targets), None
+            ),
+        )
+        for out, e in zip((k_out, v_out), ops.gather_kv(k, v, kept)):
+            assert torch.equal(out.view(torch.uint8), e.view(torch.uint8))
+
+    moved = [x.clone() for x in (k, v)]
+    expected = [x.clone() for x in (k, v)]
+    succeeds(
+        library,
+        library.kvops_compact_kv(
+            byref(s), byref(rows(moved[0])), byref(rows(moved[1])), pointer(indices), c_int64(100), None
+        ),
+    )
+    ops.compact_kv_(*expected, indices)
+    for out, e in zip(moved, expected):
+        assert torch.equal(out.view(torch.uint8), e.view(torch.uint8))
+
+
+def test_the_callers_threads(library):
+    """The work is divided among a pool of the caller's. The results are those of one thread."""
+    k, _ = kit.kv(2, 4, 4000, 64, torch.float32)
+    found, parts = [], []
+
+    @RUN
+    def parallel(begin, end, grain, body, context):
+        each = [threading.Thread(target=body, args=(i, i + 1, context)) for i in range(begin, end)]
+        parts.append(len(each))
+        for x in each:
+            x.start()
+        for x in each:
+            x.join()
+        return 0
+
+    for threads in (None, byref(Threads(4, parallel))):
+        scores, anchor = torch.empty(2, 4, 4000), torch.empty(2, 4, 64)
+        s, K = shape(k), rows(k)
+        succeeds(library, library.kvops_anchor_cosine(byref(s), byref(K), pointer(scores), pointer(anchor), threads))
+        found.append(scores)
+    assert torch.equal(*found) and max(parts) > 1
+
+
+def test_what_is_refused(library):
+    """Nothing is written, and the message names the argument, what was expected and what came."""
+    k, v = kit.kv(1, 2, 40, 64, torch.float32)
+    scores, anchor, indices = torch.full((1, 2, 40), 7.0), torch.full((1, 2, 64), 7.0), torch.full((1, 2, 8), 7)
+    wrong_lengths, descending = kit.int32(41), torch.tensor([[[3, 2], [0, 1]]])
+    S, K, V = shape(k), rows(k), rows(v)
+
+    def with_(x, **values):
+        made = type(x).from_buffer_copy(x)
+        for name, value in values.items():
+            setattr(made, name, value)
+        return made
+
+    to_scores, to_anchor = pointer(scores), pointer(anchor)
+
+    def anchor_cosine(s=S, x=K, scores=to_scores, anchor=to_anchor, threads=None):
+        return library.kvops_anchor_cosine(
+            byref(s) if s else None, byref(x) if x else None, scores, anchor, byref(threads) if threads else None
+        )
+
+    def select(keep=8, sinks=0, window=0):
+        numbers = c_int64(keep), c_int64(sinks), c_int64(window)
+        return library.kvops_select_topk(byref(S), pointer(scores), *numbers, pointer(indices), None)
+
+    def compact(x=V, kept=descending, m=2):
+        return library.kvops_compact_kv(byref(S), byref(K), byref(x), pointer(kept), c_int64(m), None)
+
+    before = k.clone()
+    for call, message in {
+        lambda: anchor_cosine(s=None): "kvops_anchor_cosine: shape must not be null",
+        lambda: anchor_cosine(x=None): "kvops_anchor_cosine: k must not be null",
+        lambda: anchor_cosine(scores=None): "scores must not be null",
+        lambda: anchor_cosine(x=with_(K, data=None)): "k must not be null",
+        lambda: anchor_cosine(x=with_(K, dtype=9)): "k must have a kvops_dtype, got 9",
+        lambda: anchor_cosine(x=with_(K, dim=63)): "k must have a dim that is a multiple of 4 (16 bytes), got 63",
+        lambda: anchor_cosine(x=with_(K, dim=0)): "k must have a dim",
+        lambda: anchor_cosine(x=with_(K, token=255)): "k must begin at a multiple of 4 bytes and have such strides",
+        lambda: anchor_cosine(
+            s=with_(S, tokens=-1)
+        ): "shape must have batch * heads and tokens in [0, 2^31), got 1, 2 and -1",
+        lambda: anchor_cosine(s=with_(S, batch=2**20, heads=2**20)): "shape must have batch * heads and tokens",
+        lambda: anchor_cosine(s=with_(S, lengths=wrong_lengths.data_ptr())): "got start 0, length 41",
+        lambda: anchor_cosine(threads=Threads(0, RUN())): "threads must have a count >= 1 and a function, got count 0",
+        lambda: select(keep=-1): "kvops_select_topk: keep, sinks and window must be >= 0, got -1",
+        lambda: select(keep=8, sinks=5, window=4): "sinks + window must be <= keep, expected at most 8, got 5 + 4",
+        lambda: compact(): "indices must be strictly ascending, and -1 only at the end, got 2 after 3",
+        lambda: compact(kept=descending + 38): "indices must lie in [-1, 40), got 41",
+        lambda: compact(x=with_(V, dtype=1)): "v must have k's dtype 0, got 1",
+        lambda: compact(m=-1): "kept must be in [0, 2^31), got -1",
+        lambda: compact(m=41): "kept must be at most the 40 tokens, got 41",
+    }.items():
+        assert call() == -1
+        assert message in library.kvops_error().decode()
+    assert (scores == 7).all() and (anchor == 7).all() and (indices == 7).all() and torch.equal(k, before)
+    other = []
+    thread = threading.Thread(target=lambda: other.append(library.kvops_error()))
+    thread.start()
+    thread.join()
+    assert other == [b""]
+
+
+def test_the_library_needs_no_torch_and_exports_its_header(built):
+    needed = run("readelf", "-d", built)
+    assert "libtorch" not in needed and "libc10" not in needed
+    symbols = run("nm", "-D", "--defined-only", built).split("\n")
+    exported = {x.split()[-1] for x in symbols if x}
+    header = (ROOT / "csrc/c/kvops_c.h").read_text()
+    assert exported == {x for x in header.replace("(", " ").replace("*", " ").split() if x in exported}
+    assert {"kvops_error", "kvops_compact_kv"} < exported and len(exported) == header.count("KVOPS_API ") - 1
+
+
+def test_the_example_is_c99_and_evicts(built, tmp_path):
+    program = tmp_path / "evict"
+    compiler = [*shlex.split(os.environ.get("CC") or "cc"), "-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror"]
+    include = ["-I", ROOT / "csrc/c"]
+    link = [f"-L{built.parent}", f"-Wl,-rpath,{built.parent}", "-lkvops_c"]
+    run(*compiler, *include, ROOT / "examples/c/evict.c", "-o", program, *link)
+    assert run(program).startswith("1024 of 4096 tokens; head 0 keeps 0 1 2 3 ")
