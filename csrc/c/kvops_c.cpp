@@ -104,8 +104,8 @@ KVView view_of(const char* name, const kvops_rows* x, const kvops_shape& shape, 
           16 / item, " (16 bytes), got ", x->dim);
   const int64_t least = std::max<int64_t>(item, 2), strides = x->stride_batch | x->stride_head | x->stride_token;
   require((reinterpret_cast<intptr_t>(x->data) | strides) % least == 0, name, " must begin at a multiple of ", least,
-          " bytes and have such strides, got ", x->data, " and strides ", x->stride_batch, ", ", x->stride_head, " and ",
-          x->stride_token);
+          " bytes and have such strides, got ", x->data, " and strides ", x->stride_batch, ", ", x->stride_head,
+          " and ", x->stride_token);
   return {static_cast<char*>(x->data), x->stride_batch, x->stride_head, x->stride_token,
           x->dim * (read && item == 1 ? 2 : item)};
 }

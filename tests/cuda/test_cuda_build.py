@@ -495,11 +495,12 @@ def configure(folder: Path, *options: str, expect: int = 0, **env: str) -> str:
 
 
 def built_facts(folder: Path) -> dict:
-    """Return build_info()["cuda"] of the library that this folder would build, by compiling the file that holds it."""
+    """Return build_info()["cuda"] of the library that this folder would build, by compiling the files that hold it."""
     commands = json.loads((folder / "compile_commands.json").read_text())
     (command,) = [x["command"] for x in commands if x["file"].endswith("facts.cpp")]
     library = folder / "facts.so"
-    run(*shlex.split(command.replace(" -c ", " -shared ")), "-fno-sanitize=all", "-o", library, cwd=folder)
+    command = [*shlex.split(command.replace(" -c ", " -shared ")), ROOT / "csrc/cpu/levels.cpp"]
+    run(*command, "-fno-sanitize=all", "-o", library, cwd=folder)
     code = (
         "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).kvops_facts; f.restype = ctypes.c_char_p; print(f().decode())"
     )
