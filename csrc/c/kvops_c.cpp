@@ -150,6 +150,34 @@ int64_t lag_width(const kvops_shape& shape, int64_t prefix, int64_t lag, int64_t
   return segment_width(shape.tokens, prefix, lag, keep, shape.starts || shape.lengths);
 }
 
+// What kvops_select_topk and kvops_lag_select ask for.
+struct Selection {
+  int64_t width, segments = -1, lag = 1, k = 0, sinks = 0, window = 0;
+};
+
+void select(const kvops_shape& shape, const ValidSlots& slots, const float* scores, const Selection& of,
+            int64_t* indices, Call& call) {
+  const int64_t row = of.segments < 0 ? shape.tokens : of.segments * of.lag;
+  launch_select_topk({.scores = scores,
+                      .stride_b = shape.heads * row,
+                      .stride_h = row,
+                      .stride_s = of.lag,
+                      .indices = indices,
+                      .slots = slots,
+                      .budgets = nullptr,
+                      .b = shape.batch,
+                      .heads = shape.heads,
+                      .n = shape.tokens,
+                      .width = of.width,
+                      .segments = of.segments,
+                      .lag = of.lag,
+                      .k = of.k,
+                      .sinks = of.sinks,
+                      .window = of.window,
+                      .fill_invalid = false},
+                     call);
+}
+
 }  // namespace
 }  // namespace kvops
 
@@ -196,24 +224,7 @@ int kvops_select_topk(const kvops_shape* shape, const float* scores, int64_t kee
     require_pointer("scores", scores, rows * n);
     require_pointer("indices", indices, rows * width);
     if (rows * width == 0) return;
-    launch_select_topk({.scores = scores,
-                        .stride_b = shape->heads * n,
-                        .stride_h = n,
-                        .stride_s = 0,
-                        .indices = indices,
-                        .slots = slots,
-                        .budgets = nullptr,
-                        .b = shape->batch,
-                        .heads = shape->heads,
-                        .n = n,
-                        .width = width,
-                        .segments = -1,
-                        .lag = 1,
-                        .k = keep,
-                        .sinks = sinks,
-                        .window = window,
-                        .fill_invalid = false},
-                       call);
+    select(*shape, slots, scores, {.width = width, .k = keep, .sinks = sinks, .window = window}, indices, call);
   });
 }
 
@@ -266,24 +277,8 @@ int kvops_lag_select(const kvops_shape* shape, const float* scores, int64_t pref
     require_pointer("scores", scores, rows * segments);
     require_pointer("indices", indices, rows * width);
     if (rows * width == 0) return;
-    launch_select_topk({.scores = scores,
-                        .stride_b = shape->heads * segments * lag,
-                        .stride_h = segments * lag,
-                        .stride_s = lag,
-                        .indices = indices,
-                        .slots = slots,
-                        .budgets = nullptr,
-                        .b = shape->batch,
-                        .heads = shape->heads,
-                        .n = shape->tokens,
-                        .width = width,
-                        .segments = segments,
-                        .lag = lag,
-                        .k = keep,
-                        .sinks = prefix,
-                        .window = 0,
-                        .fill_invalid = false},
-                       call);
+    select(*shape, slots, scores, {.width = width, .segments = segments, .lag = lag, .k = keep, .sinks = prefix},
+           indices, call);
   });
 }
 
