@@ -3,11 +3,13 @@
 #include "kvops_c.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../call.h"
 #include "../ops/anchor_cosine.h"
@@ -15,6 +17,8 @@
 #include "../ops/gather_kv.h"
 #include "../ops/lag_score.h"
 #include "../ops/select_topk.h"
+#include "../ops/window_attention.h"
+#include "../ops/window_scores.h"
 
 namespace kvops {
 namespace {
@@ -150,6 +154,75 @@ int64_t lag_width(const kvops_shape& shape, int64_t prefix, int64_t lag, int64_t
   return segment_width(shape.tokens, prefix, lag, keep, shape.starts || shape.lengths);
 }
 
+static_assert(static_cast<int>(Reduce::max) == KVOPS_MAX && static_cast<int>(Reduce::none) == KVOPS_NONE);
+
+// One past the last slot that each row sees, [batch, rows]: the caller's, or made in `causal`.
+const int32_t* visible_of(const kvops_queries& q, const kvops_shape& shape, const ValidSlots& slots,
+                          std::vector<int32_t>& causal) {
+  if (!q.visible) causal.resize(shape.batch * q.rows);
+  for (int64_t b = 0; b < shape.batch; ++b)
+    for (int64_t i = 0; i < q.rows; ++i) {
+      const int64_t row = b * q.rows + i, end = slots.first(b) + slots.count(b);
+      if (!q.visible) {
+        causal[row] = static_cast<int32_t>(std::max<int64_t>(0, end - (q.rows - 1 - i)));
+      } else {
+        require(q.visible[row] >= 0 && q.visible[row] <= end, "visible must lie in [0, ", end,
+                "], the valid slots of request ", b, ", got ", q.visible[row], " for row ", i);
+      }
+    }
+  return q.visible ? q.visible : causal.data();
+}
+
+// causal: memory for limits, which must outlive the call.
+Window window_of(const kvops_shape& shape, const kvops_queries* q, const kvops_rows* k, kvops_reduce over_rows,
+                 kvops_reduce over_heads, std::vector<int32_t>& causal) {
+  const ValidSlots slots = slots_of(&shape);
+  const KVView view = view_of("k", k, shape, true);
+  require_pointer("q", q);
+  require(q->rows >= 1 && q->rows <= kMaxWindow, "q must have 1 to ", kMaxWindow, " rows, got ", q->rows);
+  require(shape.heads > 0 ? q->heads > 0 && q->heads % shape.heads == 0 : q->heads == 0,
+          "the heads of q must be a multiple of the KV heads ", shape.heads, ", got ", q->heads);
+  require(q->heads <= std::numeric_limits<int32_t>::max(), "the heads of q must be in [0, 2^31), got ", q->heads);
+  require_pointer("q's data", q->data, shape.batch * q->heads);
+  const auto one_of = [](const char* name, kvops_reduce x, kvops_reduce last) {
+    require(x >= KVOPS_SUM && x <= last, name, " must be in [0, ", static_cast<int>(last), "], got ",
+            static_cast<int>(x));
+  };
+  one_of("over_rows", over_rows, KVOPS_MAX);
+  one_of("over_heads", over_heads, KVOPS_NONE);
+  const auto normal = [](float x) { return x > 0 && std::isnormal(x); };
+  const float scale = q->scale != 0 ? q->scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(k->dim)));
+  require(normal(scale), "scale must be 0 or positive and a normal number, got ", scale);
+  require(q->softcap == 0 || (normal(q->softcap) && normal(scale / q->softcap)),
+          "softcap must be 0 or positive, and it and scale / softcap normal numbers, got ", q->softcap);
+  const DType stored = static_cast<DType>(k->dtype);
+  const int64_t item = std::max<int64_t>(2, item_size(k->dtype));
+  return {.q = {static_cast<const char*>(q->data), q->stride_batch, q->stride_head, q->stride_row, item},
+          .k = view,
+          .rope = {},
+          .visible = visible_of(*q, shape, slots, causal),
+          .visible_stride = q->rows,
+          .starts = shape.starts,
+          .sink_logits = q->sink_logits,
+          .row_weights = {},
+          .key_bias = {},
+          .k_scale = {},
+          .v_scale = {},
+          .scores = nullptr,
+          .dtype = item_size(k->dtype) == 1 ? DType::bf16 : stored,
+          .stored = stored,
+          .reduce = static_cast<Reduce>(over_rows),
+          .group_reduce = static_cast<Reduce>(over_heads),
+          .scale = scale,
+          .softcap = q->softcap,
+          .b = shape.batch,
+          .heads = shape.heads,
+          .group = shape.heads ? q->heads / shape.heads : 1,
+          .w = q->rows,
+          .n = shape.tokens,
+          .d = k->dim};
+}
+
 // What kvops_select_topk and kvops_lag_select ask for.
 struct Selection {
   int64_t width, segments = -1, lag = 1, k = 0, sinks = 0, window = 0;
@@ -225,6 +298,39 @@ int kvops_select_topk(const kvops_shape* shape, const float* scores, int64_t kee
     require_pointer("indices", indices, rows * width);
     if (rows * width == 0) return;
     select(*shape, slots, scores, {.width = width, .k = keep, .sinks = sinks, .window = window}, indices, call);
+  });
+}
+
+int kvops_window_scores(const kvops_shape* shape, const kvops_queries* q, const kvops_rows* k, kvops_reduce over_rows,
+                        kvops_reduce over_heads, float* scores, const kvops_threads* threads) {
+  return guarded("kvops_window_scores", threads, [&](Call& call) {
+    require_pointer("shape", shape);
+    std::vector<int32_t> causal;
+    Window window = window_of(*shape, q, k, over_rows, over_heads, causal);
+    const int64_t count = window.b * window.heads * window.n;
+    require_pointer("scores", scores, count);
+    if (count == 0) return;
+    window.scores = scores;
+    launch_window_scores({.window = window, .lse = {}, .softmax = true}, call);
+  });
+}
+
+int kvops_window_attention(const kvops_shape* shape, const kvops_queries* q, const kvops_rows* k, const kvops_rows* v,
+                           kvops_reduce over_rows, kvops_reduce over_heads, void* out, float* lse, float* scores,
+                           const kvops_threads* threads) {
+  return guarded("kvops_window_attention", threads, [&](Call& call) {
+    require_pointer("shape", shape);
+    std::vector<int32_t> causal;
+    Window window = window_of(*shape, q, k, over_rows, over_heads, causal);
+    const KVView v_view = view_of("v", v, *shape, true);
+    require_like("v", v, k);
+    const int64_t rows = window.b * window.heads;
+    require_pointer("out", out, rows);
+    require_pointer("lse", lse, rows);
+    if (rows == 0) return;
+    window.scores = scores;
+    launch_window_attention(
+        {.window = window, .v = v_view, .out = static_cast<char*>(out), .lse = lse, .dv = v->dim}, call);
   });
 }
 

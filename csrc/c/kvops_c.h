@@ -1,4 +1,5 @@
-/* libkvops_c.so: C functions that call the CPU kernels of eviction without queries, for programs without torch.
+/* libkvops_c.so: C functions that call the CPU kernels of eviction, and of attention over what is kept, for programs
+ * without torch.
  *
  * K and V of a layer are [batch, heads, tokens, dim]: an address and strides in bytes. dim is contiguous, and a row is
  * a multiple of 16 bytes. Scores and indices are contiguous. The indices of a head are the slots it keeps, ascending,
@@ -33,6 +34,23 @@ struct kvops_shape {
   const int32_t *starts, *lengths;
 };
 
+/* The last `rows` queries of each query head, [batch, heads, rows, dim], in k's dtype (bf16 if k is fp8) and dim; an
+ * address and strides in bytes. `heads` is a multiple of k's; query head h reads KV head h / (heads / k's heads). A
+ * row's logits are x = scale q . k, or softcap tanh(x / softcap). */
+struct kvops_queries {
+  const void* data;
+  int64_t stride_batch, stride_head, stride_row;
+  int64_t heads, rows;      /* rows: 1 to 256 */
+  const int32_t* visible;   /* [batch, rows]: one past the last slot that a row sees. Null: the rows are the last tokens,
+                             * each sees one slot more than the row before it, and the last one all valid slots. */
+  const float* sink_logits; /* [heads]: one more logit in the softmax of every row, without a key. Null: none */
+  float scale;              /* 0: 1 / sqrt(dim) */
+  float softcap;            /* 0: none */
+};
+
+/* What becomes of the scores of several rows, and of the query heads of a KV head. The latter may also stay apart. */
+enum kvops_reduce { KVOPS_SUM, KVOPS_MEAN, KVOPS_MAX, KVOPS_NONE };
+
 /* A pool of `count` threads. run calls body(first, last, context) for parts of [begin, end), of at least `grain` if it
  * can be, and returns 0 when all of them have returned. */
 struct kvops_threads {
@@ -53,6 +71,21 @@ KVOPS_API int kvops_anchor_cosine(const struct kvops_shape* shape, const struct 
  * equal scores, the lower slots. indices: [batch, heads, min(keep, tokens)]. */
 KVOPS_API int kvops_select_topk(const struct kvops_shape* shape, const float* scores, int64_t keep, int64_t sinks,
                                 int64_t window, int64_t* indices, const struct kvops_threads* threads);
+
+/* SnapKV, TOVA and H2O's step: the softmax weight that each slot gets from the queries, reduced over the rows that see
+ * it and over each KV head's query heads; 0 if no row sees it. scores: [batch, heads, tokens], query heads if over_heads
+ * is KVOPS_NONE. */
+KVOPS_API int kvops_window_scores(const struct kvops_shape* shape, const struct kvops_queries* q,
+                                  const struct kvops_rows* k, enum kvops_reduce over_rows, enum kvops_reduce over_heads,
+                                  float* scores, const struct kvops_threads* threads);
+
+/* Attention: with rows = 1 a step of decoding. out: [batch, query heads, rows, v's dim], in the dtype of q, zeros for a
+ * row that sees nothing. lse: [batch, query heads, rows], the log of the sum of a row's exp(logits), without the sink.
+ * scores: as those of kvops_window_scores, in the same pass; null if they are not wanted. */
+KVOPS_API int kvops_window_attention(const struct kvops_shape* shape, const struct kvops_queries* q,
+                                     const struct kvops_rows* k, const struct kvops_rows* v, enum kvops_reduce over_rows,
+                                     enum kvops_reduce over_heads, void* out, float* lse, float* scores,
+                                     const struct kvops_threads* threads);
 
 /* LagKV (Eq. 5 to 9): the partitions of `lag` tokens after the first `prefix` are scored by their successor. scores:
  * [batch, heads, kvops_lag_segments(), lag]. */

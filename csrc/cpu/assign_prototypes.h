@@ -66,7 +66,7 @@ bool comfortable(const T* const* row, RowShape shape) {
   F largest[VL] = {};
   const auto outside = [&](int32_t least, int32_t most) {
     const I all = (I)reduce_lanes(largest, larger_bits);
-    return any_nan((all < least) | (all >= most) ? splat(__builtin_nanf("")) : F{});
+    return any_nan(((all < least) | (all >= most)) ? splat(__builtin_nanf("")) : F{});
   };
   if constexpr (sizeof(T) == 1) {  // true for every number but 0
     for (int r = 0; r < VL; ++r)

@@ -4,12 +4,16 @@
 #include <string>
 #include <string_view>
 
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#endif
+#if defined(__linux__)
+#if defined(__x86_64__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#elif defined(__aarch64__) && defined(__linux__)
+#elif defined(__aarch64__)
 #include <sys/auxv.h>
+#endif
 #endif
 
 #include "isa.h"
@@ -40,8 +44,10 @@ bool runs(std::string_view level) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool v2 = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt");
-  const bool v3 = v2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+  unsigned a, b, c, d;
+  const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;  // a name that clang 14 does not know
+  const bool v3 = v2 && f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
   const bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512vl");

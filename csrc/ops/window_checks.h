@@ -89,7 +89,7 @@ inline Window check_window(const char* op, const Tensor& q, const Tensor& k, con
   const auto check_range = [&](const char* name, const OptionalTensor& values) {
     const int32_t* const value = values_of<int32_t>(values);
     for (int64_t i = 0; value && i < values->numel(); ++i)
-      KVOPS_CHECK(value[i] >= 0 && value[i] <= n, op, ": ", name, " must lie in [0, ", n, "], got ", value[i]);
+      KVOPS_CHECK(value[i] >= 0 && value[i] <= kv.n, op, ": ", name, " must lie in [0, ", kv.n, "], got ", value[i]);
   };
   check_range("visible", limits);
   check_range("starts", firsts);

@@ -2,8 +2,10 @@
 
 import functools
 import importlib.util
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -151,6 +153,21 @@ def test_level_objects_hold_nothing_but_their_kernels(level):
 
 
 @functools.cache
+@needs_source
+@pytest.mark.full
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no clang++")
+@pytest.mark.parametrize("options", [("-DKVOPS_CUDA=0", f"-DKVOPS_TORCH_DIR={TORCH}"), ("-DKVOPS_C=1",)])
+def test_clang_takes_all_of_it(options, tmp_path):
+    """Without a warning. Only its front end runs, which instantiates the templates."""
+    export = ("-DCMAKE_CXX_COMPILER=clang++", "-DCMAKE_EXPORT_COMPILE_COMMANDS=1", "-DCMAKE_COMPILE_WARNING_AS_ERROR=1")
+    run(load_setup_py().find_cmake(), "-S", ROOT, "-B", tmp_path, "-DKVOPS_LEVELS=all", *export, *options)
+    commands = json.loads((tmp_path / "compile_commands.json").read_text())
+    assert len(commands) > 20
+    for x in commands:
+        compiler = [y for y in shlex.split(x["command"]) if "ccache" not in y]
+        run(*compiler, "-fsyntax-only", cwd=x["directory"])
+
+
 def best_level() -> int:
     """Return the index of the best level that this CPU has."""
     code = "import kvops; print(kvops.build_info()['isa'])"

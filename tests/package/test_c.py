@@ -2,13 +2,14 @@
 
 import ctypes
 import importlib.util
+import math
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
-from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,23 @@ def library(built):
     found.kvops_lag_segments.argtypes = [c_int64] * 3
     found.kvops_lag_kept.argtypes = [POINTER(Shape)] + [c_int64] * 3
     return found
+
+
+class Queries(Structure):
+    _fields_ = [
+        ("data", c_void_p),
+        *((x, c_int64) for x in ("batch", "head", "row", "heads", "rows")),
+        ("visible", c_void_p),
+        ("sink_logits", c_void_p),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+def queries(q: torch.Tensor, visible=None, sink_logits=None, scale=0.0, softcap=0.0) -> Queries:
+    strides = (s * q.element_size() for s in q.stride()[:3])
+    pointers = (None if x is None else x.data_ptr() for x in (visible, sink_logits))
+    return Queries(q.data_ptr(), *strides, q.shape[1], q.shape[2], *pointers, scale, softcap)
 
 
 def rows(x: torch.Tensor) -> Rows:
@@ -157,6 +175,41 @@ def test_the_functions_compute_what_the_operators_do(library, dtype, padded):
         assert torch.equal(out.view(torch.uint8), e.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("w", [1, 20])
+@pytest.mark.parametrize("how", ["plain", "padded", "options"])
+def test_windows(library, dtype, w, how):
+    """Attention and scores of a window, by what the C functions default to, and by what the caller chooses."""
+    b, heads, group, n, d, dv = 2, 2, 3, 200, 64, 80
+    k, v = (x.to(dtype) for x in kit.kv(b, heads, n, d, dv=dv))  # every pattern of 8 bits would be NaN in every sum
+    q = kit.randn(b, w, heads * group, d, seed=2).to(dtype if dtype.itemsize > 1 else torch.bfloat16).transpose(1, 2)
+    starts, lengths = (kit.int32(3, 40), kit.int32(190, 5)) if how == "padded" else (None, None)
+    ends = kit.int32(193, 45) if how == "padded" else kit.int32(n, n)
+    visible = (ends[:, None] - torch.arange(w - 1, -1, -1, dtype=torch.int32)).clamp(min=0)
+    own, options, over = {}, {}, (0, 1)
+    if how == "options":
+        visible = torch.randint(0, n, (b, w), dtype=torch.int32, generator=torch.Generator().manual_seed(3))
+        options = dict(sink_logits=kit.randn(heads * group), scale=0.5, softcap=3.0)
+        own, over = dict(visible=visible, **options), (2, 3)
+    reduced = dict(zip(("reduce", "group_reduce"), (("sum", "mean", "max", "none")[x] for x in over)))
+    expected = ops.window_attention(q, k, v, visible, starts=starts, scores=True, **options, **reduced)
+    s, Q, K, V = shape(k, starts, lengths), queries(q, **own), rows(k), rows(v)
+    enums = [c_int(x) for x in over]
+
+    out, lse, scores = (torch.full_like(x, 7.0) for x in expected)
+    outputs = pointer(out), pointer(lse)
+    succeeds(
+        library,
+        library.kvops_window_attention(*map(byref, (s, Q, K, V)), *enums, *outputs, pointer(scores), None),
+    )
+    assert kit.same((out, lse, scores), expected)
+    succeeds(library, library.kvops_window_scores(*map(byref, (s, Q, K)), *enums, pointer(scores), None))
+    assert kit.same([scores], [ops.window_scores(q, k, visible, starts=starts, **options, **reduced)])
+    out.fill_(7)
+    succeeds(library, library.kvops_window_attention(*map(byref, (s, Q, K, V)), *enums, *outputs, None, None))
+    assert kit.same([out], expected[:1])
+
+
 def test_the_callers_threads(library):
     """The work is divided among a pool of the caller's. The results are those of one thread."""
     k, _ = kit.kv(2, 4, 4000, 64, torch.float32)
@@ -207,8 +260,37 @@ def test_what_is_refused(library):
     def compact(x=V, kept=descending, m=2):
         return library.kvops_compact_kv(byref(S), byref(K), byref(x), pointer(kept), c_int64(m), None)
 
+    query = kit.randn(1, 4, 2, 64)
+    Q, beyond, lse, out = queries(query), kit.int32(40, 41), torch.full((1, 4, 2), 7.0), torch.full_like(query, 7.0)
+
+    def window(q=Q, over_rows=0, over_heads=1, scores=to_scores):
+        enums = c_int(over_rows), c_int(over_heads)
+        return library.kvops_window_scores(byref(S), byref(q) if q else None, byref(K), *enums, scores, None)
+
+    def attention(x=V, out=pointer(out), lse=pointer(lse)):
+        enums = c_int(0), c_int(1)
+        return library.kvops_window_attention(*map(byref, (S, Q, K, x)), *enums, out, lse, None, None)
+
     before = k.clone()
     for call, message in {
+        lambda: window(q=None): "kvops_window_scores: q must not be null",
+        lambda: window(q=with_(Q, data=None)): "q's data must not be null",
+        lambda: window(q=with_(Q, rows=0)): "q must have 1 to 256 rows, got 0",
+        lambda: window(q=with_(Q, rows=257)): "q must have 1 to 256 rows, got 257",
+        lambda: window(q=with_(Q, heads=3)): "the heads of q must be a multiple of the KV heads 2, got 3",
+        lambda: window(q=with_(Q, heads=0)): "the heads of q must be a multiple of the KV heads 2, got 0",
+        lambda: window(q=with_(Q, scale=-1.0)): "scale must be 0 or positive and a normal number, got -1",
+        lambda: window(q=with_(Q, scale=math.inf)): "scale must be 0 or positive and a normal number, got inf",
+        lambda: window(q=with_(Q, softcap=math.nan)): "softcap must be 0 or positive",
+        lambda: window(
+            q=with_(Q, visible=beyond.data_ptr())
+        ): "visible must lie in [0, 40], the valid slots of request 0, got 41",
+        lambda: window(over_rows=3): "over_rows must be in [0, 2], got 3",
+        lambda: window(over_heads=-1): "over_heads must be in [0, 3], got -1",
+        lambda: window(scores=None): "scores must not be null",
+        lambda: attention(out=None): "kvops_window_attention: out must not be null",
+        lambda: attention(lse=None): "lse must not be null",
+        lambda: attention(x=with_(V, dtype=1)): "v must have k's dtype 0, got 1",
         lambda: anchor_cosine(s=None): "kvops_anchor_cosine: shape must not be null",
         lambda: anchor_cosine(x=None): "kvops_anchor_cosine: k must not be null",
         lambda: anchor_cosine(scores=None): "scores must not be null",
@@ -233,7 +315,7 @@ def test_what_is_refused(library):
     }.items():
         assert call() == -1
         assert message in library.kvops_error().decode()
-    assert (scores == 7).all() and (anchor == 7).all() and (indices == 7).all() and torch.equal(k, before)
+    assert all((x == 7).all() for x in (scores, anchor, indices, out, lse)) and torch.equal(k, before)
     other = []
     thread = threading.Thread(target=lambda: other.append(library.kvops_error()))
     thread.start()
@@ -257,4 +339,5 @@ def test_the_example_is_c99_and_evicts(built, tmp_path):
     include = ["-I", ROOT / "csrc/c"]
     link = [f"-L{built.parent}", f"-Wl,-rpath,{built.parent}", "-lkvops_c"]
     run(*compiler, *include, ROOT / "examples/c/evict.c", "-o", program, *link)
-    assert run(program).startswith("1024 of 4096 tokens; head 0 keeps 0 1 2 3 ")
+    evicted, decoded = run(program).splitlines()
+    assert evicted.startswith("1024 of 4096 tokens; head 0 keeps 0 1 2 3 ") and decoded.startswith("decoded: lse ")

@@ -34,7 +34,38 @@ def run(*command):
 
 def test_the_package_has_them():
     assert {x.name for x in Path(kvops.include_dir()).iterdir()} == {"kvops.h", "kvops_aten.h"}
-    assert (Path(kvops.cmake_prefix_path()) / "kvops/kvopsConfig.cmake").is_file()
+    config = {x.name for x in Path(kvops.cmake_prefix_path(), "kvops").iterdir()}
+    assert config == {"kvopsConfig.cmake", "kvopsConfigVersion.cmake"}
+
+
+@pytest.mark.parametrize(
+    ("version", "asked", "served"),
+    [
+        ("0.1.3", "0.1", "TRUE"),
+        ("0.1.3", "0.1.3", "TRUE exact"),
+        ("0.1.3", "0.1.4", ""),
+        ("0.2.0", "0.1", ""),  # before 1.0 a minor version may break what another serves
+        ("0.10.0", "0.1", ""),
+        ("1.4.2", "1.2", "TRUE"),
+        ("1.4.2", "1", "TRUE"),
+        ("12.0", "1", ""),
+        ("2.0.0", "1.4", ""),
+        ("1.0.0", "0.1", ""),
+        (kvops.__version__, kvops.__version__, "TRUE exact"),
+    ],
+)
+def test_find_package_of_a_version(tmp_path, version, asked, served):
+    shutil.copytree(kvops.cmake_prefix_path(), tmp_path / "kvops/share/cmake")
+    (tmp_path / "kvops/version.py").write_text(f'__version__ = "{version}"\n')
+    script = tmp_path / "ask.cmake"
+    script.write_text(
+        f"set(PACKAGE_FIND_VERSION {asked})\n"
+        "include(${CMAKE_CURRENT_LIST_DIR}/kvops/share/cmake/kvops/kvopsConfigVersion.cmake)\n"
+        "if(PACKAGE_VERSION_EXACT)\n  set(exact exact)\nendif()\n"
+        'file(WRITE "${CMAKE_CURRENT_LIST_DIR}/said" "${PACKAGE_VERSION}: ${PACKAGE_VERSION_COMPATIBLE} ${exact}")\n'
+    )
+    run("cmake", "-P", script)
+    assert (tmp_path / "said").read_text().strip() == f"{version}: {served}".strip()
 
 
 @pytest.mark.full
@@ -122,6 +153,7 @@ def test_an_error_says_why_in_a_program_for_an_older_torch(tmp_path):
 @pytest.mark.full
 def test_an_unbuilt_package_is_not_found(tmp_path):
     shutil.copytree(kvops.cmake_prefix_path(), tmp_path / "kvops/share/cmake")
+    shutil.copy(PACKAGE / "version.py", tmp_path / "kvops")
     paths = f"{torch.utils.cmake_prefix_path};{tmp_path / 'kvops/share/cmake'}"
     command = ["cmake", "-S", EXAMPLE, "-B", tmp_path / "build", f"-DCMAKE_PREFIX_PATH={paths}"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
