@@ -107,7 +107,7 @@ smoke-arm:
 test-arm: $(STAMPS)/arm
 	@tools/arm.sh build $(VENV)/arm
 	@tools/arm.sh python $(VENV)/arm -m pytest -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
-	  $(if $(filter tests/%,$(ARGS)),,--sample 20 $(OP_TESTS)) $(ARGS)
+	  $(if $(filter tests/%,$(ARGS)),,--sample 20 $(if $(KVOPS_SHARE),--share $(KVOPS_SHARE)) $(OP_TESTS)) $(ARGS)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
 	@$(PY) -m kvops.bench $(ARGS)

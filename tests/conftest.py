@@ -44,7 +44,7 @@ def one_thread():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--share", metavar="I/N", help="one of N shares, drawn from all tests: I is 0 to N - 1")
+    parser.addoption("--share", metavar="I/N", help="one of N shares of all tests, or of the sample: I is 0 to N - 1")
     parser.addoption("--sample", metavar="N", type=int, help="one in N of each test's cases, and at least one")
 
 
@@ -55,13 +55,15 @@ def pytest_collection_modifyitems(config, items):
     share, sample = config.getoption("share"), config.getoption("sample")
     if sample is not None and sample < 1:
         raise pytest.UsageError(f"--sample: expected at least 1, got {sample}")
-    chosen = dict.fromkeys(x for x in items if not share or in_share(x, share))
+    chosen = dict.fromkeys(items)
     if sample:
         tests = collections.defaultdict(list)
-        for x in chosen:
+        for x in items:
             tests[x.path, x.originalname].append(x)
         drawn = [[x for x in cases if in_share(x, f"0/{sample}", "sample")] or cases[:1] for cases in tests.values()]
         chosen = dict.fromkeys(itertools.chain(*drawn))
+    if share:
+        chosen = dict.fromkeys(x for x in chosen if in_share(x, share))
     if left_out := [x for x in items if x not in chosen]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen

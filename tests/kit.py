@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def in_share(name: str, share: str = SHARE) -> bool:
         return True
     chosen, shares = map(int, share.split("/"))
     assert 0 <= chosen < shares, f"a share must be I/N with I from 0 to N - 1, got {share}"
-    return zlib.crc32(name.encode()) % shares == chosen
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") % shares == chosen
 
 
 def simulated_operators() -> list[str]:

@@ -329,8 +329,8 @@ int kvops_window_attention(const kvops_shape* shape, const kvops_queries* q, con
     require_pointer("lse", lse, rows);
     if (rows == 0) return;
     window.scores = scores;
-    launch_window_attention(
-        {.window = window, .v = v_view, .out = static_cast<char*>(out), .lse = lse, .dv = v->dim}, call);
+    launch_window_attention({.window = window, .v = v_view, .out = static_cast<char*>(out), .lse = lse, .dv = v->dim},
+                            call);
   });
 }
 

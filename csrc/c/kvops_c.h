@@ -40,9 +40,9 @@ struct kvops_shape {
 struct kvops_queries {
   const void* data;
   int64_t stride_batch, stride_head, stride_row;
-  int64_t heads, rows;      /* rows: 1 to 256 */
-  const int32_t* visible;   /* [batch, rows]: one past the last slot that a row sees. Null: the rows are the last tokens,
-                             * each sees one slot more than the row before it, and the last one all valid slots. */
+  int64_t heads, rows;    /* rows: 1 to 256 */
+  const int32_t* visible; /* [batch, rows]: one past the last slot that a row sees. Null: the rows are the last tokens,
+                           * each sees one slot more than the row before it, and the last one all valid slots. */
   const float* sink_logits; /* [heads]: one more logit in the softmax of every row, without a key. Null: none */
   float scale;              /* 0: 1 / sqrt(dim) */
   float softcap;            /* 0: none */
@@ -72,9 +72,9 @@ KVOPS_API int kvops_anchor_cosine(const struct kvops_shape* shape, const struct 
 KVOPS_API int kvops_select_topk(const struct kvops_shape* shape, const float* scores, int64_t keep, int64_t sinks,
                                 int64_t window, int64_t* indices, const struct kvops_threads* threads);
 
-/* SnapKV, TOVA and H2O's step: the softmax weight that each slot gets from the queries, reduced over the rows that see
- * it and over each KV head's query heads; 0 if no row sees it. scores: [batch, heads, tokens], query heads if over_heads
- * is KVOPS_NONE. */
+/* The softmax weight that each slot gets from the queries, reduced over the rows that see it and over each KV head's
+ * query heads; 0 if no row sees it. SnapKV pools these scores over neighbours, H2O adds them up over steps. scores:
+ * [batch, heads, tokens], of query heads if over_heads is KVOPS_NONE. */
 KVOPS_API int kvops_window_scores(const struct kvops_shape* shape, const struct kvops_queries* q,
                                   const struct kvops_rows* k, enum kvops_reduce over_rows, enum kvops_reduce over_heads,
                                   float* scores, const struct kvops_threads* threads);
@@ -83,9 +83,9 @@ KVOPS_API int kvops_window_scores(const struct kvops_shape* shape, const struct 
  * row that sees nothing. lse: [batch, query heads, rows], the log of the sum of a row's exp(logits), without the sink.
  * scores: as those of kvops_window_scores, in the same pass; null if they are not wanted. */
 KVOPS_API int kvops_window_attention(const struct kvops_shape* shape, const struct kvops_queries* q,
-                                     const struct kvops_rows* k, const struct kvops_rows* v, enum kvops_reduce over_rows,
-                                     enum kvops_reduce over_heads, void* out, float* lse, float* scores,
-                                     const struct kvops_threads* threads);
+                                     const struct kvops_rows* k, const struct kvops_rows* v,
+                                     enum kvops_reduce over_rows, enum kvops_reduce over_heads, void* out, float* lse,
+                                     float* scores, const struct kvops_threads* threads);
 
 /* LagKV (Eq. 5 to 9): the partitions of `lag` tokens after the first `prefix` are scored by their successor. scores:
  * [batch, heads, kvops_lag_segments(), lag]. */

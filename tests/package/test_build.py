@@ -388,8 +388,8 @@ def test_a_sample_has_cases_of_every_test():
     assert {x.originalname for x in chosen} == {x.originalname for x in items}
     assert len(items) / 5 < len(chosen) < len(items) / 2.5 and chosen == [x for x in items if x in chosen]
     assert choose(items) == (items, [])
-    # A share and a sample are independent: a sixteenth of the cases, and at least one of each test.
-    both, _ = choose(items, share="1/4", sample=4)
-    assert len(items) / 24 < len([x for x in both if x in chosen]) < len(items) / 8
+    # The shares of a sample are a partition of it.
+    shares = [choose(items, share=f"{i}/4", sample=4)[0] for i in range(4)]
+    assert sorted(sum(shares, [])) == sorted(chosen) and all(len(x) > len(chosen) / 6 for x in shares)
     with pytest.raises(pytest.UsageError, match="--sample: expected at least 1, got 0"):
         choose(items, sample=0)

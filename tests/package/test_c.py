@@ -262,12 +262,13 @@ def test_what_is_refused(library):
 
     query = kit.randn(1, 4, 2, 64)
     Q, beyond, lse, out = queries(query), kit.int32(40, 41), torch.full((1, 4, 2), 7.0), torch.full_like(query, 7.0)
+    to_out, to_lse = pointer(out), pointer(lse)
 
     def window(q=Q, over_rows=0, over_heads=1, scores=to_scores):
         enums = c_int(over_rows), c_int(over_heads)
         return library.kvops_window_scores(byref(S), byref(q) if q else None, byref(K), *enums, scores, None)
 
-    def attention(x=V, out=pointer(out), lse=pointer(lse)):
+    def attention(x=V, out=to_out, lse=to_lse):
         enums = c_int(0), c_int(1)
         return library.kvops_window_attention(*map(byref, (S, Q, K, x)), *enums, out, lse, None, None)
 
