@@ -105,8 +105,8 @@ smoke-arm:
 # The operators' tests on an aarch64 Python under qemu, in .venv/arm; at first it takes apt (as root) and minutes. A case takes
 # ten times as long as natively. Without those that start processes or compilers, which qemu-user cannot.
 test-arm: $(STAMPS)/arm
-	@tools/arm.sh build $(VENV)/arm
-	@tools/arm.sh python $(VENV)/arm -m pytest -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
+	@$(MAKE) wheel ARCH=aarch64 ARGS=
+	@tools/arm.sh test $(VENV)/arm "$$(ls -t dist/*_aarch64.whl | head -n 1)" -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
 	  $(if $(filter tests/%,$(ARGS)),,--sample 20 $(if $(KVOPS_SHARE),--share $(KVOPS_SHARE)) $(OP_TESTS)) $(ARGS)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
@@ -144,7 +144,7 @@ wheel: $(STAMPS)/dev $(if $(CROSS),$(STAMPS)/arm,$(STAMPS)/cutlass-$(CUTLASS))
 # ARCH=aarch64, on another machine: with .venv/arm's torch, emulated.
 smoke: $(if $(CROSS),$(STAMPS)/arm)
 ifdef CROSS
-	@tools/arm.sh smoke $(VENV)/arm "$(or $(WHEEL),$(firstword $(shell ls -t dist/*_$(CROSS).whl 2>/dev/null)),dist/*_$(CROSS).whl)"
+	@tools/arm.sh smoke $(VENV)/arm "$(or $(WHEEL),$$(ls -t dist/*_$(CROSS).whl | head -n 1))"
 else
 	@$(PYTHON) tests/package/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 endif

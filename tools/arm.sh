@@ -1,10 +1,9 @@
 #!/bin/bash
-# Run the Python tests of the CPU kernels on an emulated Arm processor, on a machine without one (`make test-arm`).
+# Try an aarch64 wheel on an emulated Arm processor, on a machine without one (`make smoke-arm`, `make test-arm`).
 #
-#   tools/arm.sh setup DIR             an aarch64 Python and torch, and qemu and a cross compiler for this machine
-#   tools/arm.sh build DIR             the kernels, and beside them the package and its tests, in DIR/kvops
-#   tools/arm.sh python DIR ARGS...    that Python, in DIR/kvops
-#   tools/arm.sh smoke DIR WHEEL       call the operators of an aarch64 wheel, at every instruction-set level
+#   tools/arm.sh setup DIR                  an aarch64 Python and torch, and qemu and a cross compiler for this machine
+#   tools/arm.sh smoke DIR WHEEL            call the operators of the wheel, at every instruction-set level
+#   tools/arm.sh test DIR WHEEL ARGS...     pytest, with the wheel's package
 #
 # No chroot and no binfmt_misc: qemu-user runs one process, which cannot start others. Debian's Python is unpacked into
 # DIR/root, wheels into DIR/site. torch is 2.10.0, whose aarch64 wheel is the last small one: 2.13 comes with CUDA.
@@ -36,40 +35,31 @@ setup() {
   for x in "$dir"/wheels/*.whl; do "$here/.venv/bin/python" -m zipfile -e "$x" "$dir/site"; done
 }
 
-build() {
-  cmake=$here/.venv/bin/cmake
-  "$cmake" -S "$here" -B "$dir/build" -G Ninja -DCMAKE_MAKE_PROGRAM="$here/.venv/bin/ninja" -DCMAKE_BUILD_TYPE=Release \
-    -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ \
-    -DKVOPS_TORCH_DIR="$dir/site/torch" -DKVOPS_CUDA=0 -DCMAKE_INSTALL_PREFIX="$dir/kvops" >/dev/null
-  "$cmake" --build "$dir/build" >/dev/null
+unpack() { # WHEEL, and the tests beside it
+  local wheel=$1
+  [ -f "$wheel" ] || { echo "no wheel $wheel; run: make wheel ARCH=aarch64" >&2; exit 2; }
   rm -rf "$dir/kvops"
-  mkdir "$dir/kvops"
-  tar -C "$here" --exclude='*.so' --exclude=__pycache__ -c kvops tests bench docs csrc pyproject.toml CMakeLists.txt |
-    tar -C "$dir/kvops" -x
-  "$cmake" --install "$dir/build" >/dev/null
+  "$here/.venv/bin/python" -m zipfile -e "$wheel" "$dir/kvops"
+  tar -C "$here" --exclude=__pycache__ -c tests bench docs csrc pyproject.toml CMakeLists.txt | tar -C "$dir/kvops" -x
 }
 
-emulated() { # FOLDER ARGS...: Python, with the package in this folder
-  cd "$1"
-  PYTHONPATH="$1:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "${@:2}"
+emulated() {
+  cd "$dir/kvops"
+  PYTHONPATH="$dir/kvops:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "$@"
 }
 
 smoke() {
-  [ -f "$1" ] || { echo "no wheel $1; run: make wheel ARCH=aarch64" >&2; exit 2; }
-  rm -rf "$dir/smoke"
-  "$here/.venv/bin/python" -m zipfile -e "$1" "$dir/smoke"
   local levels
-  levels=$(emulated "$dir/smoke" -c 'import kvops; print(*kvops.build_info()["isa_built"])')
+  levels=$(emulated -c 'import kvops; print(*kvops.build_info()["isa_built"])')
   for level in $levels; do
-    KVOPS_ISA=$level emulated "$dir/smoke" "$here/tests/package/smoke_wheel.py" --here
+    KVOPS_ISA=$level emulated tests/package/smoke_wheel.py --here
     echo "passed, emulated: $(basename "$1"), level $level"
   done
 }
 
 case $step in
   setup) setup ;;
-  build) build ;;
-  python) emulated "$dir/kvops" "$@" ;;
-  smoke) smoke "$1" ;;
-  *) echo "usage: tools/arm.sh setup|build|python|smoke DIR" >&2; exit 2 ;;
+  smoke) unpack "$1" && smoke "$1" ;;
+  test) unpack "$1" && emulated -m pytest "${@:2}" ;;
+  *) echo "usage: tools/arm.sh setup|smoke|test DIR" >&2; exit 2 ;;
 esac
