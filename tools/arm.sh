@@ -35,12 +35,11 @@ setup() {
   for x in "$dir"/wheels/*.whl; do "$here/.venv/bin/python" -m zipfile -e "$x" "$dir/site"; done
 }
 
-unpack() { # WHEEL, and the tests beside it
+unpack() { # WHEEL
   local wheel=$1
   [ -f "$wheel" ] || { echo "no wheel $wheel; run: make wheel ARCH=aarch64" >&2; exit 2; }
   rm -rf "$dir/kvops"
   "$here/.venv/bin/python" -m zipfile -e "$wheel" "$dir/kvops"
-  tar -C "$here" --exclude=__pycache__ -c tests bench docs csrc pyproject.toml CMakeLists.txt | tar -C "$dir/kvops" -x
 }
 
 emulated() {
@@ -48,18 +47,23 @@ emulated() {
   PYTHONPATH="$dir/kvops:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "$@"
 }
 
+run_tests() { # ARGS...: beside the package
+  tar -C "$here" --exclude=__pycache__ -c tests bench docs csrc pyproject.toml CMakeLists.txt | tar -C "$dir/kvops" -x
+  emulated -m pytest "$@"
+}
+
 smoke() {
   local levels
   levels=$(emulated -c 'import kvops; print(*kvops.build_info()["isa_built"])')
   for level in $levels; do
-    KVOPS_ISA=$level emulated tests/package/smoke_wheel.py --here
+    KVOPS_ISA=$level emulated "$here/tests/package/smoke_wheel.py" --here
     echo "passed, emulated: $(basename "$1"), level $level"
   done
 }
 
 case $step in
   setup) setup ;;
-  smoke) unpack "$1" && smoke "$1" ;;
-  test) unpack "$1" && emulated -m pytest "${@:2}" ;;
+  smoke) unpack "$1"; smoke "$1" ;;
+  test) unpack "$1"; run_tests "${@:2}" ;;
   *) echo "usage: tools/arm.sh setup|smoke|test DIR" >&2; exit 2 ;;
 esac
