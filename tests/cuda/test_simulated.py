@@ -83,6 +83,7 @@ RUNS = {
     "memory": ("memory", 2, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
     # The same tests in plain memory, with 48 blocks at once, some of them starved.
     "crowd": ("plain", 5, [*OPERATORS_TESTS, "-k", f"({TALK}) and {FAST} and not ({SLOW})"]),
+    # The methods on these kernels. Their tests run on the CPU's too.
     "methods": (
         "plain",
         0,
@@ -90,13 +91,14 @@ RUNS = {
             *files("methods", "streaming", "protokv", "ragged", "shares"),
             "-k",
             "not compile and not trace and not (test_ragged and (steps or first or later))",
+            *kit.RERUN,
         ],
     ),
     "plans": ("plain", 0, files("plans")),  # no kernel runs
     "windows": (
         "plain",
         0,
-        [*files("window_methods", "baselines", "streaming_windows"), "-k", "not compile"],
+        [*files("window_methods", "baselines", "streaming_windows"), "-k", "not compile", *kit.RERUN],
     ),
 }
 
