@@ -216,7 +216,7 @@ def test_a_paged_cache_of_fp8(policy):
     outs: dict[torch.dtype, list] = {x: [] for x in caches}
     for dtype, cache in caches.items():
         requests = [cache.join(prompt=90), cache.join(prompt=50)]
-        for turn, tokens in enumerate([[90, 50], *[[1, 1]] * 20]):
+        for turn, tokens in enumerate([[90, 50], *[[1, 1]] * kit.size(20, 5)]):
             with cache.step(requests, tokens) as now:
                 for layer in range(2):
                     q, k, v = (kit.randn(2, h, max(tokens), 32, seed=9 * turn + i) for i, h in enumerate((4, 2, 2)))

@@ -57,9 +57,10 @@ def run(*command, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory) -> Path:
-    """The library, built where there is no torch for it to find."""
-    folder = tmp_path_factory.mktemp("c")
+def built() -> Path:
+    """The library, built from nothing, beside the other builds: there a compiler cache knows its kernels."""
+    folder = ROOT / "build/c-tests"
+    shutil.rmtree(folder, ignore_errors=True)
     ninja = shutil.which("ninja", path=Path(sys.executable).parent) or shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
     options = ["-DKVOPS_C=1", "-DKVOPS_LEVELS=native", "-DCMAKE_COMPILE_WARNING_AS_ERROR=ON"]
