@@ -99,14 +99,14 @@ test-engines: $(STAMPS)/kvops $(STAMPS)/dev $(STAMPS)/engines-$(VLLM)-$(HARNESS)
 
 # The wheel for aarch64 and its smoke test.
 smoke-arm:
-	@$(MAKE) wheel ARCH=aarch64
-	@$(MAKE) smoke ARCH=aarch64
+	@$(MAKE) wheel ARCH=aarch64 ARGS=
+	@$(MAKE) smoke ARCH=aarch64 WHEEL=
 
 # The operators' tests on an aarch64 Python under qemu, in .venv/arm; at first it takes apt (as root) and minutes. A case takes
 # ten times as long as natively. Without those that start processes or compilers, which qemu-user cannot.
 test-arm: $(STAMPS)/arm
 	@$(MAKE) wheel ARCH=aarch64 ARGS=
-	@tools/arm.sh test $(VENV)/arm "$$(ls -t dist/*_aarch64.whl | head -n 1)" -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
+	@tools/arm.sh test $(VENV)/arm "" -m "" -k 'not (compile or opcheck or simulated)' -p no:cacheprovider \
 	  $(if $(filter tests/%,$(ARGS)),,--sample 20 $(if $(KVOPS_SHARE),--share $(KVOPS_SHARE)) $(OP_TESTS)) $(ARGS)
 
 bench: $(STAMPS)/kvops $(STAMPS)/dev
@@ -144,7 +144,7 @@ wheel: $(STAMPS)/dev $(if $(CROSS),$(STAMPS)/arm,$(STAMPS)/cutlass-$(CUTLASS))
 # ARCH=aarch64, on another machine: with .venv/arm's torch, emulated.
 smoke: $(if $(CROSS),$(STAMPS)/arm)
 ifdef CROSS
-	@tools/arm.sh smoke $(VENV)/arm "$(or $(WHEEL),$$(ls -t dist/*_$(CROSS).whl | head -n 1))"
+	@tools/arm.sh smoke $(VENV)/arm "$(WHEEL)"
 else
 	@$(PYTHON) tests/package/smoke_wheel.py $(if $(WHEEL),--wheel "$(WHEEL)") --torch $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(ARGS)
 endif

@@ -5,6 +5,7 @@
 #   tools/arm.sh smoke DIR WHEEL            call the operators of the wheel, at every instruction-set level
 #   tools/arm.sh test DIR WHEEL ARGS...     pytest, with the wheel's package
 #
+# If WHEEL is "", it is the newest one in dist/.
 # No chroot and no binfmt_misc: qemu-user runs one process, which cannot start others. Debian's Python is unpacked into
 # DIR/root, wheels into DIR/site. torch is 2.10.0, whose aarch64 wheel is the last small one: 2.13 comes with CUDA.
 set -euo pipefail
@@ -36,19 +37,19 @@ setup() {
 }
 
 unpack() { # WHEEL
-  local wheel=$1
-  [ -f "$wheel" ] || { echo "no wheel $wheel; run: make wheel ARCH=aarch64" >&2; exit 2; }
-  rm -rf "$dir/kvops"
-  "$here/.venv/bin/python" -m zipfile -e "$wheel" "$dir/kvops"
+  wheel=${1:-$(ls -t "$here"/dist/*_aarch64.whl 2>/dev/null | head -n 1)} || true
+  [ -f "$wheel" ] || { echo "no wheel ${wheel:-dist/*_aarch64.whl}; run: make wheel ARCH=aarch64" >&2; exit 2; }
+  rm -rf "${dir:?}/$step"
+  "$here/.venv/bin/python" -m zipfile -e "$wheel" "$dir/$step"
 }
 
 emulated() {
-  cd "$dir/kvops"
-  PYTHONPATH="$dir/kvops:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "$@"
+  cd "$dir/$step"
+  PYTHONPATH="$dir/$step:$dir/site" OMP_NUM_THREADS=1 qemu-aarch64-static -L "$dir/root" "$dir/root/usr/bin/python3.11" "$@"
 }
 
 run_tests() { # ARGS...: beside the package
-  tar -C "$here" --exclude=__pycache__ -c tests bench docs csrc pyproject.toml CMakeLists.txt | tar -C "$dir/kvops" -x
+  tar -C "$here" --exclude=__pycache__ -c tests bench docs csrc pyproject.toml CMakeLists.txt | tar -C "$dir/$step" -x
   emulated -m pytest "$@"
 }
 
@@ -57,13 +58,13 @@ smoke() {
   levels=$(emulated -c 'import kvops; print(*kvops.build_info()["isa_built"])')
   for level in $levels; do
     KVOPS_ISA=$level emulated "$here/tests/package/smoke_wheel.py" --here
-    echo "passed, emulated: $(basename "$1"), level $level"
+    echo "passed, emulated: $(basename "$wheel"), level $level"
   done
 }
 
 case $step in
   setup) setup ;;
-  smoke) unpack "$1"; smoke "$1" ;;
+  smoke) unpack "$1"; smoke ;;
   test) unpack "$1"; run_tests "${@:2}" ;;
-  *) echo "usage: tools/arm.sh setup|smoke|test DIR" >&2; exit 2 ;;
+  *) echo "usage: tools/arm.sh setup|smoke|test DIR [WHEEL [ARGS...]]" >&2; exit 2 ;;
 esac

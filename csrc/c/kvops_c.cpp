@@ -33,14 +33,24 @@ void require(bool condition, const Parts&... parts) {
   throw std::invalid_argument(text.str());
 }
 
+// The pool of this thread's call, and what its run returned when it failed.
+thread_local const kvops_threads* pool;
+thread_local int32_t failure;
+
 class CCall final : public Call {
  public:
-  CCall(const char* op, const kvops_threads* pool) : Call(op) {
+  CCall(const char* op, const kvops_threads* given) : Call(op) {
+    pool = given;
+    failure = 0;
     if (!pool) return;
-    require(pool->count >= 1 && pool->run, "threads must have a count >= 1 and a function, got count ", pool->count,
-            pool->run ? "" : " and null");
+    require(pool->count >= 1 && pool->count <= kMostThreads && pool->run, "threads must have a count in [1, ",
+            kMostThreads, "] and a function, got count ", pool->count, pool->run ? "" : " and null");
     threads = pool->count;
-    run = pool->run;
+    run = [](int64_t begin, int64_t end, int64_t grain, void (*body)(int64_t, int64_t, void*), void* context) {
+      const int32_t status = pool->run(begin, end, grain, body, context);
+      if (status) failure = status;
+      return status;
+    };
   }
   ~CCall() { operator delete(memory_, std::align_val_t{64}); }
   CCall(const CCall&) = delete;
@@ -52,6 +62,7 @@ class CCall final : public Call {
   }
 
  private:
+  static constexpr int64_t kMostThreads = 1 << 16;
   void* memory_ = nullptr;
 };
 
@@ -62,6 +73,7 @@ int guarded(const char* op, const kvops_threads* pool, const Fn& fn) {
     try {
       CCall call(op, pool);
       fn(call);
+      if (failure) throw std::runtime_error("threads.run must return 0, got " + std::to_string(failure));
       return 0;
     } catch (const std::exception& thrown) {
       error = std::string(op) + ": " + thrown.what();
@@ -97,6 +109,11 @@ int64_t item_size(kvops_dtype dtype) {
 
 static_assert(static_cast<int>(DType::e5m2) == KVOPS_E5M2 && static_cast<int>(DType::bf16) == KVOPS_BF16);
 
+void require_aligned(const char* name, const void* data, int64_t least, int64_t batch, int64_t head, int64_t row) {
+  require((reinterpret_cast<intptr_t>(data) | batch | head | row) % least == 0, name, " must begin at a multiple of ",
+          least, " bytes and have such strides, got ", data, " and strides ", batch, ", ", head, " and ", row);
+}
+
 // read: for kernels that compute with the rows, which count 2 bytes per element of 1-byte types.
 KVView view_of(const char* name, const kvops_rows* x, const kvops_shape& shape, bool read) {
   require_pointer(name, x);
@@ -106,10 +123,7 @@ KVView view_of(const char* name, const kvops_rows* x, const kvops_shape& shape, 
   const int64_t item = item_size(x->dtype);
   require(x->dim > 0 && x->dim <= (1 << 24) && x->dim * item % 16 == 0, name, " must have a dim that is a multiple of ",
           16 / item, " (16 bytes), got ", x->dim);
-  const int64_t least = std::max<int64_t>(item, 2), strides = x->stride_batch | x->stride_head | x->stride_token;
-  require((reinterpret_cast<intptr_t>(x->data) | strides) % least == 0, name, " must begin at a multiple of ", least,
-          " bytes and have such strides, got ", x->data, " and strides ", x->stride_batch, ", ", x->stride_head,
-          " and ", x->stride_token);
+  require_aligned(name, x->data, std::max<int64_t>(item, 2), x->stride_batch, x->stride_head, x->stride_token);
   return {static_cast<char*>(x->data), x->stride_batch, x->stride_head, x->stride_token,
           x->dim * (read && item == 1 ? 2 : item)};
 }
@@ -156,34 +170,19 @@ int64_t lag_width(const kvops_shape& shape, int64_t prefix, int64_t lag, int64_t
 
 static_assert(static_cast<int>(Reduce::max) == KVOPS_MAX && static_cast<int>(Reduce::none) == KVOPS_NONE);
 
-// One past the last slot that each row sees, [batch, rows]: the caller's, or made in `causal`.
-const int32_t* visible_of(const kvops_queries& q, const kvops_shape& shape, const ValidSlots& slots,
-                          std::vector<int32_t>& causal) {
-  if (!q.visible) causal.resize(shape.batch * q.rows);
-  for (int64_t b = 0; b < shape.batch; ++b)
-    for (int64_t i = 0; i < q.rows; ++i) {
-      const int64_t row = b * q.rows + i, end = slots.first(b) + slots.count(b);
-      if (!q.visible) {
-        causal[row] = static_cast<int32_t>(std::max<int64_t>(0, end - (q.rows - 1 - i)));
-      } else {
-        require(q.visible[row] >= 0 && q.visible[row] <= end, "visible must lie in [0, ", end,
-                "], the valid slots of request ", b, ", got ", q.visible[row], " for row ", i);
-      }
-    }
-  return q.visible ? q.visible : causal.data();
-}
-
-// causal: memory for limits, which must outlive the call.
+// Without the limits of its rows, which set_visible checks or makes.
 Window window_of(const kvops_shape& shape, const kvops_queries* q, const kvops_rows* k, kvops_reduce over_rows,
-                 kvops_reduce over_heads, std::vector<int32_t>& causal) {
-  const ValidSlots slots = slots_of(&shape);
+                 kvops_reduce over_heads) {
+  slots_of(&shape);
   const KVView view = view_of("k", k, shape, true);
   require_pointer("q", q);
   require(q->rows >= 1 && q->rows <= kMaxWindow, "q must have 1 to ", kMaxWindow, " rows, got ", q->rows);
   require(shape.heads > 0 ? q->heads > 0 && q->heads % shape.heads == 0 : q->heads == 0,
-          "the heads of q must be a multiple of the KV heads ", shape.heads, ", got ", q->heads);
+          "the heads of q must be a positive multiple of the KV heads ", shape.heads, ", got ", q->heads);
   require(q->heads <= std::numeric_limits<int32_t>::max(), "the heads of q must be in [0, 2^31), got ", q->heads);
   require_pointer("q's data", q->data, shape.batch * q->heads);
+  const int64_t item = std::max<int64_t>(2, item_size(k->dtype));
+  require_aligned("q", q->data, item, q->stride_batch, q->stride_head, q->stride_row);
   const auto one_of = [](const char* name, kvops_reduce x, kvops_reduce last) {
     require(x >= KVOPS_SUM && x <= last, name, " must be in [0, ", static_cast<int>(last), "], got ",
             static_cast<int>(x));
@@ -193,14 +192,14 @@ Window window_of(const kvops_shape& shape, const kvops_queries* q, const kvops_r
   const auto normal = [](float x) { return x > 0 && std::isnormal(x); };
   const float scale = q->scale != 0 ? q->scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(k->dim)));
   require(normal(scale), "scale must be 0 or positive and a normal number, got ", scale);
-  require(q->softcap == 0 || (normal(q->softcap) && normal(scale / q->softcap)),
-          "softcap must be 0 or positive, and it and scale / softcap normal numbers, got ", q->softcap);
+  require(q->softcap == 0 || normal(q->softcap), "softcap must be 0 or positive and a normal number, got ", q->softcap);
+  require(q->softcap == 0 || normal(scale / q->softcap), "scale / softcap must be a normal number, got ", scale, " / ",
+          q->softcap);
   const DType stored = static_cast<DType>(k->dtype);
-  const int64_t item = std::max<int64_t>(2, item_size(k->dtype));
   return {.q = {static_cast<const char*>(q->data), q->stride_batch, q->stride_head, q->stride_row, item},
           .k = view,
           .rope = {},
-          .visible = visible_of(*q, shape, slots, causal),
+          .visible = q->visible,
           .visible_stride = q->rows,
           .starts = shape.starts,
           .sink_logits = q->sink_logits,
@@ -221,6 +220,27 @@ Window window_of(const kvops_shape& shape, const kvops_queries* q, const kvops_r
           .w = q->rows,
           .n = shape.tokens,
           .d = k->dim};
+}
+
+// Checks the limits of the rows. Without any, the rows are the last tokens: makes their limits, [batch, rows], which
+// must outlive the call.
+std::vector<int32_t> set_visible(Window& window, const kvops_shape& shape) {
+  const ValidSlots slots{shape.starts, shape.lengths, shape.tokens};
+  std::vector<int32_t> causal(window.visible ? 0 : window.b * window.w);
+  for (int64_t b = 0; b < window.b; ++b) {
+    const int64_t end = slots.first(b) + slots.count(b);
+    for (int64_t i = 0; i < window.w; ++i) {
+      if (!window.visible) {
+        causal[b * window.w + i] = static_cast<int32_t>(std::max<int64_t>(0, end - (window.w - 1 - i)));
+      } else {
+        const int32_t limit = window.visible[b * window.w + i];
+        require(limit >= 0 && limit <= end, "visible must lie in [0, ", end, "], where the valid slots of request ", b,
+                " end, got ", limit, " for row ", i);
+      }
+    }
+  }
+  if (!window.visible) window.visible = causal.data();
+  return causal;
 }
 
 // What kvops_select_topk and kvops_lag_select ask for.
@@ -305,11 +325,11 @@ int kvops_window_scores(const kvops_shape* shape, const kvops_queries* q, const 
                         kvops_reduce over_heads, float* scores, const kvops_threads* threads) {
   return guarded("kvops_window_scores", threads, [&](Call& call) {
     require_pointer("shape", shape);
-    std::vector<int32_t> causal;
-    Window window = window_of(*shape, q, k, over_rows, over_heads, causal);
+    Window window = window_of(*shape, q, k, over_rows, over_heads);
     const int64_t count = window.b * window.heads * window.n;
     require_pointer("scores", scores, count);
     if (count == 0) return;
+    const std::vector<int32_t> causal = set_visible(window, *shape);
     window.scores = scores;
     launch_window_scores({.window = window, .lse = {}, .softmax = true}, call);
   });
@@ -320,14 +340,14 @@ int kvops_window_attention(const kvops_shape* shape, const kvops_queries* q, con
                            const kvops_threads* threads) {
   return guarded("kvops_window_attention", threads, [&](Call& call) {
     require_pointer("shape", shape);
-    std::vector<int32_t> causal;
-    Window window = window_of(*shape, q, k, over_rows, over_heads, causal);
+    Window window = window_of(*shape, q, k, over_rows, over_heads);
     const KVView v_view = view_of("v", v, *shape, true);
     require_like("v", v, k);
     const int64_t rows = window.b * window.heads;
     require_pointer("out", out, rows);
     require_pointer("lse", lse, rows);
     if (rows == 0) return;
+    const std::vector<int32_t> causal = set_visible(window, *shape);
     window.scores = scores;
     launch_window_attention({.window = window, .v = v_view, .out = static_cast<char*>(out), .lse = lse, .dv = v->dim},
                             call);

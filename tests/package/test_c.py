@@ -59,7 +59,7 @@ def run(*command, **kwargs):
 @pytest.fixture(scope="module")
 def built() -> Path:
     """The library, built from nothing, beside the other builds: there a compiler cache knows its kernels."""
-    folder = ROOT / "build/c-tests"
+    folder = ROOT / "build" / f"c-tests{os.environ.get('PYTEST_XDIST_WORKER', '')}"
     shutil.rmtree(folder, ignore_errors=True)
     ninja = shutil.which("ninja", path=Path(sys.executable).parent) or shutil.which("ninja")
     generator = ["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []
@@ -211,10 +211,41 @@ def test_windows(library, dtype, w, how):
     assert kit.same([out], expected[:1])
 
 
+@pytest.mark.parametrize("over_heads", range(4))
+@pytest.mark.parametrize("over_rows", range(3))
+def test_reductions_of_windows(library, over_rows, over_heads):
+    q, k, visible = kit.window(1, 2, 2, 5, 70, 32)
+    names = ("sum", "mean", "max", "none")
+    expected = ops.window_scores(q, k, visible, reduce=names[over_rows], group_reduce=names[over_heads])
+    scores, enums = torch.full_like(expected, 7.0), (c_int(over_rows), c_int(over_heads))
+    arguments = map(byref, (shape(k), queries(q), rows(k)))
+    succeeds(library, library.kvops_window_scores(*arguments, *enums, pointer(scores), None))
+    assert kit.same([scores], [expected])
+
+
+def calls(library, k, q, threads):
+    """The results of a scorer, of window scores and of attention; or None if one fails."""
+    s, K, Q, enums = shape(k), rows(k), queries(q), (c_int(0), c_int(1))
+    scores, attention = torch.full(k.shape[:3], 7.0), torch.full(k.shape[:3], 7.0)
+    anchor, out, lse = (
+        torch.full((*k.shape[:2], k.shape[3]), 7.0),
+        torch.full_like(q, 7.0),
+        torch.full(q.shape[:3], 7.0),
+    )
+    statuses = (
+        library.kvops_anchor_cosine(byref(s), byref(K), pointer(scores), pointer(anchor), threads),
+        library.kvops_window_scores(byref(s), byref(Q), byref(K), *enums, pointer(attention), threads),
+        library.kvops_window_attention(
+            *map(byref, (s, Q, K, K)), *enums, pointer(out), pointer(lse), pointer(attention), threads
+        ),
+    )
+    return None if any(statuses) else (scores, anchor, attention, out, lse)
+
+
 def test_the_callers_threads(library):
     """The work is divided among a pool of the caller's. The results are those of one thread."""
-    k, _ = kit.kv(2, 4, 4000, 64, torch.float32)
-    found, parts = [], []
+    q, k, _ = kit.window(2, 4, 2, 3, 4000, 64)
+    parts = []
 
     @RUN
     def parallel(begin, end, grain, body, context):
@@ -226,12 +257,32 @@ def test_the_callers_threads(library):
             x.join()
         return 0
 
-    for threads in (None, byref(Threads(4, parallel))):
-        scores, anchor = torch.empty(2, 4, 4000), torch.empty(2, 4, 64)
-        s, K = shape(k), rows(k)
-        succeeds(library, library.kvops_anchor_cosine(byref(s), byref(K), pointer(scores), pointer(anchor), threads))
-        found.append(scores)
-    assert torch.equal(*found) and max(parts) > 1
+    @RUN
+    def broken(begin, end, grain, body, context):
+        return -5
+
+    alone, together = calls(library, k, q, None), calls(library, k, q, byref(Threads(4, parallel)))
+    assert kit.same(alone, together) and max(parts) > 1
+    assert calls(library, k, q, byref(Threads(4, broken))) is None
+    assert library.kvops_error().endswith(b": threads.run must return 0, got -5")
+    assert kit.same(alone, calls(library, k, q, None))
+
+
+@pytest.mark.parametrize("b, heads, n", [(0, 2, 40), (1, 0, 40), (1, 2, 0)])
+def test_nothing_is_needed_for_nothing(library, b, heads, n):
+    """Without requests, heads or tokens, addresses may be null. A row that sees nothing gets zeros."""
+    s, x = Shape(b, heads, n, None, None), Rows(None, 0, 0, 0, 64, 0)
+    q = kit.randn(max(b, 1), 2 * heads, 3, 64)
+    Q, enums = queries(q), (c_int(0), c_int(1))
+    Q.data = q.data_ptr() if b * heads else None
+    out, lse = torch.full(q.shape, 7.0), torch.full(q.shape[:3], 7.0)
+    succeeds(library, library.kvops_window_scores(*map(byref, (s, Q, x)), *enums, None, None))
+    succeeds(
+        library,
+        library.kvops_window_attention(*map(byref, (s, Q, x, x)), *enums, pointer(out), pointer(lse), None, None),
+    )
+    filled = b * heads > 0
+    assert (out == (0 if filled else 7)).all() and (lse == (-math.inf if filled else 7)).all()
 
 
 def test_what_is_refused(library):
@@ -279,14 +330,17 @@ def test_what_is_refused(library):
         lambda: window(q=with_(Q, data=None)): "q's data must not be null",
         lambda: window(q=with_(Q, rows=0)): "q must have 1 to 256 rows, got 0",
         lambda: window(q=with_(Q, rows=257)): "q must have 1 to 256 rows, got 257",
-        lambda: window(q=with_(Q, heads=3)): "the heads of q must be a multiple of the KV heads 2, got 3",
-        lambda: window(q=with_(Q, heads=0)): "the heads of q must be a multiple of the KV heads 2, got 0",
+        lambda: window(q=with_(Q, heads=3)): "the heads of q must be a positive multiple of the KV heads 2, got 3",
+        lambda: window(q=with_(Q, heads=0)): "the heads of q must be a positive multiple of the KV heads 2, got 0",
+        lambda: window(q=with_(Q, data=query.data_ptr() + 1)): "q must begin at a multiple of 4 bytes",
+        lambda: window(q=with_(Q, row=255)): "q must begin at a multiple of 4 bytes and have such strides",
         lambda: window(q=with_(Q, scale=-1.0)): "scale must be 0 or positive and a normal number, got -1",
         lambda: window(q=with_(Q, scale=math.inf)): "scale must be 0 or positive and a normal number, got inf",
-        lambda: window(q=with_(Q, softcap=math.nan)): "softcap must be 0 or positive",
+        lambda: window(q=with_(Q, softcap=math.nan)): "softcap must be 0 or positive and a normal number, got nan",
+        lambda: window(q=with_(Q, softcap=1e38)): "scale / softcap must be a normal number, got 0.125 / 1e+38",
         lambda: window(
             q=with_(Q, visible=beyond.data_ptr())
-        ): "visible must lie in [0, 40], the valid slots of request 0, got 41",
+        ): "visible must lie in [0, 40], where the valid slots of request 0 end, got 41",
         lambda: window(over_rows=3): "over_rows must be in [0, 2], got 3",
         lambda: window(over_heads=-1): "over_heads must be in [0, 3], got -1",
         lambda: window(scores=None): "scores must not be null",
@@ -306,7 +360,10 @@ def test_what_is_refused(library):
         ): "shape must have batch * heads and tokens in [0, 2^31), got 1, 2 and -1",
         lambda: anchor_cosine(s=with_(S, batch=2**20, heads=2**20)): "shape must have batch * heads and tokens",
         lambda: anchor_cosine(s=with_(S, lengths=wrong_lengths.data_ptr())): "got start 0, length 41",
-        lambda: anchor_cosine(threads=Threads(0, RUN())): "threads must have a count >= 1 and a function, got count 0",
+        lambda: anchor_cosine(threads=Threads(1 << 17, RUN())): "threads must have a count in [1, 65536]",
+        lambda: anchor_cosine(
+            threads=Threads(0, RUN())
+        ): "threads must have a count in [1, 65536] and a function, got count 0",
         lambda: select(keep=-1): "kvops_select_topk: keep, sinks and window must be >= 0, got -1",
         lambda: select(keep=8, sinks=5, window=4): "sinks + window must be <= keep, expected at most 8, got 5 + 4",
         lambda: compact(): "indices must be strictly ascending, and -1 only at the end, got 2 after 3",

@@ -39,33 +39,40 @@ def test_the_package_has_them():
 
 
 @pytest.mark.parametrize(
-    ("version", "asked", "served"),
+    ("version", "asked", "found"),
     [
-        ("0.1.3", "0.1", "TRUE"),
-        ("0.1.3", "0.1.3", "TRUE exact"),
-        ("0.1.3", "0.1.4", ""),
-        ("0.2.0", "0.1", ""),  # before 1.0 a minor version may break what another serves
-        ("0.10.0", "0.1", ""),
-        ("1.4.2", "1.2", "TRUE"),
-        ("1.4.2", "1", "TRUE"),
-        ("12.0", "1", ""),
-        ("2.0.0", "1.4", ""),
-        ("1.0.0", "0.1", ""),
-        (kvops.__version__, kvops.__version__, "TRUE exact"),
+        ("0.1.3", "", True),
+        ("0.1.3", "0.1", True),
+        ("0.1.3", "0.1.3 EXACT", True),
+        ("0.1.3", "0.1 EXACT", False),
+        ("0.1.3", "0.1.4", False),
+        ("0.2.0", "0.1", False),  # before 1.0 a minor version may break what another serves
+        ("0.10.0", "0.1", False),
+        ("1.4.2", "1.2", True),
+        ("1.4.2", "1", True),
+        ("12.0", "1", False),
+        ("2.0.0", "1.4", False),
+        ("1.0.0", "0.1", False),
+        ("0.1.2", "0.1.0...0.1.2", True),
+        ("0.1.2", "0.1.0...<0.1.2", False),
+        ("0.1.5", "0.1.0...0.1.2", False),
+        ("0.2.0", "0.1...0.3", True),
+        (kvops.__version__, kvops.__version__, True),
     ],
 )
-def test_find_package_of_a_version(tmp_path, version, asked, served):
-    shutil.copytree(kvops.cmake_prefix_path(), tmp_path / "kvops/share/cmake")
+def test_find_package_of_a_version(tmp_path, version, asked, found):
+    config = tmp_path / "kvops/share/cmake/kvops"
+    shutil.copytree(Path(kvops.cmake_prefix_path(), "kvops"), config)
+    (config / "kvopsConfig.cmake").write_text("")
     (tmp_path / "kvops/version.py").write_text(f'__version__ = "{version}"\n')
     script = tmp_path / "ask.cmake"
     script.write_text(
-        f"set(PACKAGE_FIND_VERSION {asked})\n"
-        "include(${CMAKE_CURRENT_LIST_DIR}/kvops/share/cmake/kvops/kvopsConfigVersion.cmake)\n"
-        "if(PACKAGE_VERSION_EXACT)\n  set(exact exact)\nendif()\n"
-        'file(WRITE "${CMAKE_CURRENT_LIST_DIR}/said" "${PACKAGE_VERSION}: ${PACKAGE_VERSION_COMPATIBLE} ${exact}")\n'
+        f"find_package(kvops {asked} CONFIG QUIET NO_DEFAULT_PATH PATHS {config})\n"
+        'file(WRITE "${CMAKE_CURRENT_LIST_DIR}/said" "${kvops_FOUND} ${kvops_VERSION}")\n'
     )
-    run("cmake", "-P", script)
-    assert (tmp_path / "said").read_text().strip() == f"{version}: {served}".strip()
+    run(sys.executable, "-m", "cmake", "-P", script)
+    said = (tmp_path / "said").read_text().split()
+    assert said[0] == ("1" if found else "0") and (not found or said[1] == version)
 
 
 @pytest.mark.full

@@ -133,7 +133,8 @@ def test_an_emulated_smoke_test_that_cannot_import_the_wheel(tmp_path):
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("kvops/__init__.py", "")
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    for path, message in {wheel: "no library", tmp_path / "none.whl": "run: make wheel ARCH=aarch64"}.items():
+    missing = tmp_path / "none.whl"
+    for path, message in {wheel: "no library", missing: f"no wheel {missing}; run: make wheel ARCH=aarch64"}.items():
         out = run(ROOT / "tools/arm.sh", "smoke", tmp_path / "arm", path, env=env, expect=1)
         assert message in out and "passed" not in out
 
