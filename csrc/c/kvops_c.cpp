@@ -68,10 +68,10 @@ class CCall final : public Call {
 
 // Runs fn(call) for an exported function: its exceptions become the error of this thread.
 template <class Fn>
-int guarded(const char* op, const kvops_threads* pool, const Fn& fn) {
+int guarded(const char* op, const kvops_threads* threads, const Fn& fn) {
   try {
     try {
-      CCall call(op, pool);
+      CCall call(op, threads);
       fn(call);
       if (failure) throw std::runtime_error("threads.run must return 0, got " + std::to_string(failure));
       return 0;

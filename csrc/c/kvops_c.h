@@ -116,6 +116,8 @@ KVOPS_API int kvops_gather_kv(const struct kvops_shape* shape, const struct kvop
 KVOPS_API int kvops_compact_kv(const struct kvops_shape* shape, const struct kvops_rows* k, const struct kvops_rows* v,
                                const int64_t* indices, int64_t kept, const struct kvops_threads* threads);
 
+#undef KVOPS_INT
+
 #ifdef __cplusplus
 }
 #endif
