@@ -15,19 +15,22 @@
 // last_similar searches. A block has 128 or 256 keys, its warps hold 16 or 32 each in registers, and panels of all keys
 // pass by in shared memory (panels.cuh), from the end of the row on. A warp whose keys have all found one skips the
 // rest, and the block ends when all warps have. Products are of the keys as stored (16-bit numbers on tensor cores,
-// fp32 on CUDA cores), with fp32 sums. What key i spares is added to key last_i as an integer in units of 2^-32, so the
-// order of the atomic additions does not matter.
+// fp32 on CUDA cores), with fp32 sums. A lane looks at its products of a tile one by one only if the largest one is
+// above the threshold. What key i spares is added to key last_i as an integer in units of 2^-32, so the order of the
+// atomic additions does not matter. Hopper searches with a kernel of its own (sm90/key_similarity.cuh).
 //
 // similarity_scores combines the two sums. No result depends on the grid.
 #pragma once
 #include "../ops/key_similarity.h"
+#include "last_similar.cuh"
 #include "panels.cuh"
 #include "rows.cuh"
+#include "sm90/hopper.h"
 
 namespace kvops {
 namespace {
 
-using Spared = unsigned long long;
+constexpr int kWholeRows = 128;  // rows of the largest panel
 
 struct KeyCounts {  // of a head's valid keys
   unsigned not_finite, zero;
@@ -43,12 +46,14 @@ struct KeySimilarityMemory {
   KeyCounts* counts;  // [b, Hk]
 
   KeySimilarityMemory(const KeySimilarityParams& p, Sections& sections)
-      : rows((p.n + kMostPanelRows - 1) / kMostPanelRows * kMostPanelRows),
+      : rows((p.n + kWholeRows - 1) / kWholeRows * kWholeRows),
         row_bytes(PanelPlan::of(p.k.row_bytes).row_bytes),
         keys(sections.add<char>(p.b * p.heads * rows * row_bytes)),
         inverse(sections.add<float>(p.b * p.heads * rows)),
         spared(sections.add<Spared>(p.b * p.heads * rows)),
         counts(sections.add<KeyCounts>(p.b * p.heads)) {}
+
+  KVView view() const { return {keys, 0, rows * row_bytes, row_bytes, row_bytes}; }
 };
 
 // One warp per packed row.
@@ -95,23 +100,19 @@ __global__ void __launch_bounds__(kPanelThreads, 1)
   const int first = static_cast<int>(blockIdx.x % blocks) * kPanelWarps * Keys::kKeys;
   if (first >= count) return;
   const int lane = threadIdx.x % 32, key = first + static_cast<int>(threadIdx.x) / 32 * Keys::kKeys;
-  const KVView view{packed.keys, 0, packed.rows * packed.row_bytes, packed.row_bytes, packed.row_bytes};
-  const HeadRows own = view.head(0, head).from(key);
+  const HeadRows own = packed.view().head(0, head).from(key);
   const float* const inverse = packed.inverse + head * packed.rows;
   const int left = count - key;
 
   Keys keys;
   keys.load(own, left, packed.row_bytes / 16, 0, true);
-  float own_inverse[kOwn], cosine[kOwn];
-  int last[kOwn];
+  LastSimilar similar[kOwn];
   int found = 0;  // bits: the keys that need no search any more, the same in the four lanes that share them
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int its = lane / 4 + 8 * i;
-    own_inverse[i] = its < left ? inverse[key + its] : 0.0f;
-    if (!(own_inverse[i] > 0.0f)) found |= 1 << i;
-    last[i] = -1;
-    cosine[i] = 0.0f;
+    similar[i] = {its < left ? inverse[key + its] : 0.0f};
+    if (!similar[i].searches()) found |= 1 << i;
   }
   const int panels = (count + plan.rows - 1) / plan.rows, of_row = packed.row_bytes / 16;
   const auto load = [&](int i, char* panel) {
@@ -131,46 +132,37 @@ __global__ void __launch_bounds__(kPanelThreads, 1)
     for (int tile = plan.rows - kTileRows; tile >= 0; tile -= kTileRows) {
       Products<kBlocks> x;
       multiply_all<E, kPieces>(x, keys, packed.row_bytes, own, left, true, panel + tile * plan.pitch, plan.pitch);
+      // Calls fn(product, the other key, own key) with this lane's products, times the other keys' inverse norms.
+      const auto for_products = [&](const auto& fn) {
 #pragma unroll
-      for (int t = 0; t < 2; ++t)
+        for (int t = 0; t < 2; ++t)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float its_inverse = inverses[tile + 8 * t + e];
-          const int j = from + tile + 8 * t + lane % 4 * 2 + e;
+          for (int e = 0; e < 2; ++e) {
+            const float its_inverse = inverses[tile + 8 * t + e];
 #pragma unroll
-          for (int own_key = 0; own_key < kOwn; ++own_key) {
-            const float with = x[own_key / 2][t][own_key % 2 * 2 + e] * its_inverse * own_inverse[own_key];
-            if (with > p.threshold && j > last[own_key] && j != key + lane / 4 + 8 * own_key) {
-              last[own_key] = j;
-              cosine[own_key] = with;
-            }
+            for (int own_key = 0; own_key < kOwn; ++own_key)
+              fn(x[own_key / 2][t][own_key % 2 * 2 + e] * its_inverse, from + tile + 8 * t + lane % 4 * 2 + e, own_key);
           }
-        }
+      };
+      float largest[kOwn] = {};
+      for_products([&](float product, int, int own_key) { largest[own_key] = fmaxf(largest[own_key], product); });
+      bool maybe = false;
+#pragma unroll
+      for (int own_key = 0; own_key < kOwn; ++own_key) maybe |= similar[own_key].may_be(largest[own_key], p.threshold);
+      if (maybe)
+        for_products([&](float product, int other, int own_key) {
+          similar[own_key].meet(product, other, key + lane / 4 + 8 * own_key, p.threshold);
+        });
     }
 #pragma unroll
     for (int own_key = 0; own_key < kOwn; ++own_key)
-      if (last[own_key] >= 0) found |= 1 << own_key;
+      if (!similar[own_key].searches()) found |= 1 << own_key;
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) found |= __shfl_xor_sync(kWarp, found, step);
     return found != kAll;
   };
   for_panels(plan, memory, panels, load, search);
-
-  // The four lanes that share a key have met different rows.
-#pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2) {
-      const int its = __shfl_xor_sync(kWarp, last[i], step);
-      const float with = __shfl_xor_sync(kWarp, cosine[i], step);
-      if (its > last[i]) {
-        last[i] = its;
-        cosine[i] = with;
-      }
-    }
-    if (lane % 4 == i && last[i] >= 0)
-      atomicAdd(&packed.spared[head * packed.rows + last[i]], static_cast<Spared>(cosine[i] * 0x1p32f));
-  }
+  spare_last(similar, packed.spared + head * packed.rows);
 }
 
 constexpr int kScoreTokens = 4;  // per thread
@@ -216,6 +208,9 @@ inline void key_similarity_cuda(const KeySimilarityParams& p, void* workspace, c
       launch<pack_keys_kernel<T, paged>>(grid_of((heads * packed.rows + 7) / 8), 256, 0, stream, p, packed);
     });
     if (p.threshold >= 1) return;
+    if (sm90::last_similar(p, packed.view(), sizeof(T) == 1 ? DType::bf16 : p.dtype, packed.rows, packed.inverse,
+                           packed.spared, stream))
+      return;
     const PanelPlan plan = PanelPlan::of(p.k.row_bytes, sizeof(float));
     const auto blocks_of = [&](int keys) { return (p.n + keys - 1) / keys; };
     // Blocks of 256 keys that leave multiprocessors idle are halved: with room for wider rows, warps hold 16 keys.

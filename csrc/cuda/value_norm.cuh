@@ -8,13 +8,15 @@
 //
 // query_head_norms: a block has 128 or 256 values and one query head. Its warps hold 16 or 32 values each in registers,
 // straight from V, and panels of W_O pass by in shared memory (panels.cuh). A lane adds up the magnitudes of its
-// products, 64 output channels at a time; at the end the four lanes that share a value add theirs. group_norms reduces
-// over the group, and redoes a result that is not finite in double, by the whole warp: it is NaN if the value is not
-// finite, and infinity on overflow. The order of all sums depends on the shape alone.
+// products, 64 output channels at a time; at the end the four lanes that share a value add theirs. Hopper has a kernel
+// of its own for this pass (sm90/value_norm.cuh). group_norms reduces over the group, and redoes a result that is not
+// finite in double, by the whole warp: it is NaN if the value is not finite, and infinity on overflow. The order of all
+// sums depends on the shape alone.
 #pragma once
 #include "../ops/value_norm.h"
 #include "panels.cuh"
 #include "reduce.cuh"
+#include "sm90/hopper.h"
 
 namespace kvops {
 namespace {
@@ -160,6 +162,7 @@ inline void value_norm_cuda(const ValueNormParams& p, void* workspace, cudaStrea
     const PanelPlan plan = PanelPlan::of(p.v.row_bytes);
     with_pages<T>(p.v, [&](auto paged) {
       with_pieces<T>(p.v.row_bytes, [&](auto pieces) {
+        if (sm90::query_head_norms(p, memory.norms, stream)) return;
         constexpr int kPieces = decltype(pieces)::value, kValues = kPanelWarps * KeyTile<T, kPieces>::kKeys;
         const int64_t blocks = (p.n + kValues - 1) / kValues;
         launch<query_head_norms_kernel<T, kPieces, paged>>(

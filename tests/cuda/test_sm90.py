@@ -10,6 +10,7 @@ import kit
 import kvops
 from kvops import ops
 from kvops.ops import reference
+from test_key_similarity import check as check_key_similarity
 
 
 def missing() -> str:
@@ -358,6 +359,120 @@ def test_assignment_of_a_batch():
     assert torch.equal(ops.assign_prototypes(k, prototypes)[1:, :1], one)
 
 
+def check_similarity(k, threshold=0.5, *, served=True, **spans):
+    """The rule of test_key_similarity.py."""
+    scores = check_key_similarity(k, threshold, **spans)
+    found, portable = with_portable(ops.key_similarity, k, threshold=threshold, **spans)
+    if served is not None:  # what is spared is a sum of cosines, which differ in their last bits
+        assert torch.equal(kit.bits(found), kit.bits(portable)) != served, "the wrong kernel"
+    return scores
+
+
+def similar(b, heads, n, d, dtype, seed=0):
+    """Keys of which some have a similar one far away, some nearby, some none."""
+    k = kit.randn(b, heads, n, d, seed=seed)
+    near = kit.randn(b, heads, n, 1, seed=seed + 1).abs()
+    k[:, :, n // 2 :] += 3 * near[:, :, n // 2 :] * k[:, :, : n - n // 2]
+    return k.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_similarity(dtype, d):
+    check_similarity(similar(2, 2, kit.size(3000, 400), d, dtype), starts=kit.int32(0, 77), lengths=kit.int32(300, 290))
+
+
+@pytest.mark.parametrize("n", [2, 63, 128, 129, 257])
+def test_similarity_of_lengths(n):
+    check_similarity(similar(1, 3, n, 64, torch.bfloat16), served=None)
+
+
+@pytest.mark.parametrize("copies", [1, 2, 300])
+def test_similarity_that_ends_early(copies):
+    """All keys find one among the last panels, in the first or last one, or far apart."""
+    k = kit.randn(1, 2, 900 // copies, 64).repeat(1, 1, copies, 1).bfloat16()
+    k += 0.1 * kit.randn(*k.shape, seed=1).bfloat16()
+    check_similarity(k, 0.7, served=None)
+    check_similarity(torch.cat([kit.randn(1, 2, 300, 64, seed=2).bfloat16(), k], 2), 0.7, served=None)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
+def test_similarity_of_keys_without_a_direction(bad):
+    k = similar(1, 2, 300, 64, torch.bfloat16)
+    k[0, 0, 100, 3] = k[0, 1, 299, 0] = bad
+    k[0, 0, 290:] = k[0, 1, :130] = bad
+    check_similarity(k)
+    assert check_similarity(torch.full_like(k, bad), served=None).nan_to_num(0).abs().max() == 0
+
+
+def test_similarity_of_packed_keys():
+    """Keys are packed first, so that their layout, pages and fp8 make no difference."""
+    k = similar(2, 2, 300, 128, torch.bfloat16)
+    expected = ops.key_similarity(k, threshold=0.5)
+    for other in (kit.laid_out(k, "bnhd"), kit.unaligned(k, 3, 1)):
+        assert torch.equal(ops.key_similarity(other, threshold=0.5), expected)
+    narrow = k.to(torch.float8_e4m3fn)
+    assert torch.equal(ops.key_similarity(narrow, threshold=0.5), ops.key_similarity(narrow.bfloat16(), threshold=0.5))
+    check_similarity(narrow.bfloat16())
+
+
+def test_similarity_that_is_left_to_the_portable_kernel():
+    check_similarity(similar(1, 2, 300, 80, torch.bfloat16), served=False)
+    check_similarity(similar(1, 2, 300, 64, torch.float32), served=False)
+
+
+def check_norms(v, w_o, *, served=True, **options):
+    found, portable = with_portable(ops.value_norm, v, w_o, **options)
+    exact = reference.value_norm(v, w_o, **options)
+    kit.assert_close(found, reference.value_norm(v, w_o, **options, dtype=torch.float32), exact)
+    assert torch.equal(kit.bits(found), kit.bits(portable)) != served, "the wrong kernel"
+    return found
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("d, hidden", [(64, 300), (128, 256), (256, 100)])
+def test_norms(dtype, d, hidden):
+    v, w_o = kit.kv(2, 2, kit.size(3000, 200), d, dtype)[1], kit.randn(hidden, 6 * d, seed=3).to(dtype)
+    check_norms(v, w_o)
+    check_norms(v, w_o, starts=kit.int32(0, 77), lengths=kit.int32(130, 100), group_reduce="max")
+
+
+@pytest.mark.parametrize("n, hidden", [(1, 1), (64, 127), (129, 128), (300, 513)])
+def test_norms_of_sizes(n, hidden):
+    dtype = torch.bfloat16
+    v, w_o = kit.kv(1, 3, n, 64, dtype)[1], kit.randn(hidden, 3 * 64, seed=3).to(dtype)
+    check_norms(v, w_o, served=None) if hidden == 1 else check_norms(v, w_o)
+
+
+def test_norms_of_layouts_and_a_batch():
+    v, w_o = kit.kv(2, 2, 150, 64, torch.float16)[1], kit.randn(200, 4 * 64, seed=3).half()
+    norms = check_norms(v, w_o)
+    wide = torch.cat([w_o, w_o], 1)[:, : 4 * 64]  # rows that are further apart
+    assert torch.equal(ops.value_norm(kit.laid_out(v, "bnhd"), wide), norms)
+    assert torch.equal(ops.value_norm(v[1:, 1:], w_o[:, 2 * 64 :]), norms[1:, 1:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_norms_of_what_is_not_finite(bad):
+    v, w_o = kit.kv(1, 2, 150, 64, torch.bfloat16)[1], kit.randn(200, 4 * 64, seed=3).bfloat16()
+    clean = ops.value_norm(v, w_o)
+    v[0, 1, 100, 7] = bad
+    norms = check_norms(v, w_o)
+    assert norms[0, 1, 100].isnan() and norms.isnan().sum() == 1 and torch.equal(norms[0, 0], clean[0, 0])
+
+
+def test_norms_that_are_left_to_the_portable_kernel():
+    v, w_o = kit.kv(1, 2, 150, 64, torch.bfloat16)[1], kit.randn(200, 4 * 64, seed=3).bfloat16()
+    check_norms(kit.unaligned(v, 3, 1), w_o, served=False)
+    check_norms(v, torch.cat([w_o, w_o], 1)[:, 3 : 3 + 4 * 64], served=False)
+    check_norms(v.float(), w_o.float(), served=False)
+
+
+def test_similarity_and_norms_are_repeatable():
+    k, w_o = similar(1, 2, 300, 64, torch.float16), kit.randn(200, 4 * 64, seed=3).half()
+    kit.assert_repeatable(lambda: (ops.key_similarity(k, threshold=0.5), ops.value_norm(k, w_o)))
+
+
 @kit.only("cuda")
 def test_at_size():
     """Several waves of blocks, splits of many keys, offsets beyond 31 bits."""
@@ -365,3 +480,6 @@ def test_at_size():
     check(q, k, visible)
     check_attention(q, k, k.flip(2), visible)
     check_assignment(k, kit.randn(1, 8, 500, 128))
+    few = similar(1, 8, 5000, 128, torch.bfloat16)
+    check_similarity(few)
+    check_norms(few, kit.randn(1024, 32 * 128, seed=3).bfloat16())

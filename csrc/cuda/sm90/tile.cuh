@@ -24,6 +24,7 @@ constexpr int kGroups = 2;                       // consumer warpgroups
 constexpr int kConsumers = 128 * kGroups;        // threads
 constexpr int kThreads = kConsumers + 32;        // with the producer warp
 constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; kOwnGroup and the next one are the groups' own
+constexpr int kTurns = 1;                        // the same ones in other kernels: this and the next
 constexpr int kSharedBytes = 226 * 1024;         // of the 227 KiB that a block may have; the rest is for alignment
 
 // The query rows of a block: `group` query heads from `head` on, w rows each.
@@ -129,6 +130,23 @@ struct Ring {
   __device__ void release() const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + stage);
+  }
+};
+
+// The consumer warpgroups take turns to start products: group 0 goes first, and neither goes twice in a row. So one
+// multiplies while the other works on its products. Does nothing if they are not `taken`.
+struct Turns {
+  bool taken;
+  int group;
+
+  __device__ Turns(bool taken, int group) : taken(taken), group(group) {
+    if (group == 1) pass();
+  }
+  __device__ void take() const {
+    if (taken) meet(kConsumers, kTurns + group);
+  }
+  __device__ void pass() const {
+    if (taken) come_by(kConsumers, kTurns + 1 - group);
   }
 };
 

@@ -46,7 +46,6 @@ namespace {
 constexpr int kPassThreads = kConsumers + 128;         // registers are assigned to whole warpgroups
 constexpr int kPassRegisters = 216, kHelpersGet = 72;  // per consumer, per other thread: 256 a + 128 b <= 65536
 constexpr int kCopyWarp = 0, kQueryWarp = 1;           // after the consumers' warps; one query warp per warpgroup
-constexpr int kTurns = 1;                              // barriers: this and the next
 
 template <int kDim>
 constexpr int kPassKeys = kDim > 128 ? 64 : 128;  // per block of keys; a stage holds these or their values
@@ -190,23 +189,6 @@ struct RowPair {
   }
 };
 
-// The consumer warpgroups take turns to start products: group 0 goes first, and neither goes twice in a row. Does
-// nothing if each has a split of its own, since their numbers of keys may differ.
-struct Turns {
-  bool taken;
-  int group;
-
-  __device__ Turns(bool taken, int group) : taken(taken), group(group) {
-    if (group == 1) pass();
-  }
-  __device__ void take() const {
-    if (taken) meet(kConsumers, kTurns + group);
-  }
-  __device__ void pass() const {
-    if (taken) come_by(kConsumers, kTurns + 1 - group);
-  }
-};
-
 // A block, from the view of each of its threads.
 template <class T, int kDim, bool kValues>
 struct PassBlock {
@@ -311,7 +293,7 @@ struct PassBlock {
     const int thread = threadIdx.x % 128;
     const float scale = p.scale * kLog2e;
     const T* const q = queries + group * kTile;
-    const Turns turns(plan.shared(), group);
+    const Turns turns(plan.shared(), group);  // groups with splits of their own may have different numbers of keys
     Ring from = ring_of(group), own_rows = rows_of(group);
     Walk walk(p, plan);
     do {

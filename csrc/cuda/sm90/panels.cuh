@@ -1,0 +1,109 @@
+// Rows that a block multiplies its keys with, panel by panel in shared memory, for Hopper: what key_similarity and
+// value_norm share (../panels.cuh is the portable counterpart).
+//
+// A block has 128 keys, 64 for each of its two warpgroups. They stay in shared memory, while panels of the other rows
+// pass through a ring of stages. The warpgroups take turns: one multiplies while the other works on its products. With
+// d = 128, a panel of 128 rows takes the tensor cores of a multiprocessor 512 cycles per warpgroup, and 32 KB from L2
+// for both: 32 bytes per cycle.
+#pragma once
+#include "tile.cuh"
+
+namespace kvops::sm90 {
+namespace {
+
+constexpr int kBlockKeys = kGroups * kRows;
+template <int kDim>
+constexpr int kPanelRows = kDim == 256 ? 64 : 128;
+
+// Offsets in shared memory; the keys, [kGroups, kRows, d], come first.
+template <int kDim>
+struct PanelsShared {
+  static constexpr int kKeys = kBlockKeys * kDim * 2, kPanel = kPanelRows<kDim> * kDim * 2;
+  static constexpr int kFit = (kSharedBytes - kKeys - 128) / kPanel, kStages = kFit < 6 ? kFit : 6;
+  static constexpr int kPanels = kKeys, kFull = kPanels + kStages * kPanel, kEmpty = kFull + 8 * kStages;
+  static constexpr int kLoaded = kEmpty + 8 * kStages, kDone = kLoaded + 8, kEnds = kDone + 4;
+  static constexpr int kBytes = kEnds + 4 * kStages;
+};
+
+// Where rows of a tensor map start.
+struct MapRows {
+  int row, head, batch;
+};
+
+template <class T, int kDim>
+struct Panels {
+  using Shared = PanelsShared<kDim>;
+  static constexpr int kPanel = kPanelRows<kDim>;
+  using Products = float[kPanel / 2];  // a thread's own, see Accumulator
+
+  T *keys, *stages;
+  Ring ring;
+  uint64_t* loaded;
+  int* done;  // how many warps need no more panels
+  int* ends;  // [stages]: whether the pass ends before this panel
+
+  // Called by the whole block.
+  __device__ explicit Panels(unsigned char* shared)
+      : keys(reinterpret_cast<T*>(shared)),
+        stages(reinterpret_cast<T*>(shared + Shared::kPanels)),
+        ring{reinterpret_cast<uint64_t*>(shared + Shared::kFull), reinterpret_cast<uint64_t*>(shared + Shared::kEmpty),
+             Shared::kStages},
+        loaded(reinterpret_cast<uint64_t*>(shared + Shared::kLoaded)),
+        done(reinterpret_cast<int*>(shared + Shared::kDone)),
+        ends(reinterpret_cast<int*>(shared + Shared::kEnds)) {
+    if (threadIdx.x == 0) {
+      *done = 0;
+      ring.init(kConsumers / 32);
+      barrier_init(loaded, 1);
+      barriers_made();
+    }
+    __syncthreads();
+  }
+
+  __device__ T* panel(const Ring& at) const { return stages + at.stage * kPanel * kDim; }
+
+  // The producer, one thread: copies the block's keys and `count` panels, panel i from row row_of(i) on, as long as
+  // some warp needs them.
+  template <class RowOf>
+  __device__ void copy(const TensorMap& key_map, MapRows from, const TensorMap& panel_map, MapRows to, int count,
+                       const RowOf& row_of) {
+    barrier_announce(loaded, Shared::kKeys);
+    for (int group = 0; group < kGroups; ++group)
+      copy_keys<T, kDim, kRows>(key_map, loaded, keys + group * kRows * kDim, from.row + group * kRows, from.head,
+                                from.batch);
+    for (int i = 0; i < count; ++i, ring.advance(1)) {
+      ring.wait_empty();
+      ends[ring.stage] = atomicAdd(done, 0) == kConsumers / 32;
+      if (ends[ring.stage]) return barrier_arrive(ring.full + ring.stage);
+      barrier_announce(ring.full + ring.stage, Shared::kPanel);
+      copy_keys<T, kDim, kPanel>(panel_map, ring.full + ring.stage, panel(ring), to.row + row_of(i), to.head, to.batch);
+    }
+  }
+
+  // A consumer warp says that it needs no more panels. It still gets those that are on their way.
+  __device__ void leave() const {
+    if (threadIdx.x % 32 == 0) atomicAdd(done, 1);
+  }
+
+  // A consumer warpgroup: calls use(products, i) for panels i = 0, 1, ... of `count`.
+  template <class Use>
+  __device__ void multiply(int count, const Use& use) {
+    const int group = threadIdx.x / 128;
+    const Turns turns(true, group);
+    barrier_wait(loaded, 0);
+    for (int i = 0; i < count; ++i, ring.advance(1)) {
+      Products x;
+      ring.wait();
+      if (ends[ring.stage]) return;
+      turns.take();
+      begin_keys<T, kDim, kPanel>(x, keys + group * kRows * kDim, panel(ring));
+      turns.pass();
+      wait_products<0>(x);
+      ring.release();
+      use(x, i);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace kvops::sm90
