@@ -53,7 +53,7 @@ struct KeySimilarityMemory {
         spared(sections.add<Spared>(p.b * p.heads * rows)),
         counts(sections.add<KeyCounts>(p.b * p.heads)) {}
 
-  KVView view() const { return {keys, 0, rows * row_bytes, row_bytes, row_bytes}; }
+  KVOPS_HOST_DEVICE KVView view() const { return {keys, 0, rows * row_bytes, row_bytes, row_bytes}; }
 };
 
 // One warp per packed row.
@@ -131,7 +131,8 @@ __global__ void __launch_bounds__(kPanelThreads, 1)
 #pragma unroll 1
     for (int tile = plan.rows - kTileRows; tile >= 0; tile -= kTileRows) {
       Products<kBlocks> x;
-      multiply_all<E, kPieces>(x, keys, packed.row_bytes, own, left, true, panel + tile * plan.pitch, plan.pitch);
+      multiply_all<E, kPieces, kHoldsRows<E, kPieces>>(x, keys, packed.row_bytes, own, left, true,
+                                                       panel + tile * plan.pitch, plan.pitch);
       // Calls fn(product, the other key, own key) with this lane's products, times the other keys' inverse norms.
       const auto for_products = [&](const auto& fn) {
 #pragma unroll

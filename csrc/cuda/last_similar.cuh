@@ -1,7 +1,7 @@
 // The search of key_similarity for the last similar key, from the view of one lane: what the portable kernel and
 // Hopper's share.
 #pragma once
-#include "device.cuh"
+#include "vec.cuh"
 
 namespace kvops {
 namespace {

@@ -35,15 +35,6 @@ struct PanelPlan {
   }
 };
 
-// Calls fn(Constant<pieces>{}) for the pieces of a row of T that a warp holds at a time.
-template <class T, class Fn>
-inline void with_pieces(int64_t row_bytes, const Fn& fn) {
-  if constexpr (sizeof(T) < 4) {
-    if (row_bytes <= 256) return fn(Constant<4>{});
-  }
-  fn(Constant<8>{});
-}
-
 // Calls use(i, panel) for panels i = 0, 1, ... of `count`, each loaded by load(i, panel) before. Stops after a panel
 // for which use() returned false in all threads. Called by the whole block.
 template <class Load, class Use>

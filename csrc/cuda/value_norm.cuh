@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kPanelThreads, kPieces == 4 && !kPaged ? 2 : 1
 #pragma unroll 1
     for (int tile = 0; tile < plan.rows; tile += kTileRows) {
       Products<kBlocks> x;
-      multiply_all<T, kPieces, kPieces == 8>(x, values, p.v.row_bytes, own, left, wide, panel + tile * plan.pitch,
-                                             plan.pitch);
+      multiply_all<T, kPieces, kHoldsRows<T, kPieces>, kPieces == 8>(x, values, p.v.row_bytes, own, left, wide,
+                                                                     panel + tile * plan.pitch, plan.pitch);
 #pragma unroll
       for (int m = 0; m < kBlocks; ++m)
 #pragma unroll

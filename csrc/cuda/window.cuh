@@ -377,22 +377,31 @@ template <int N>
 struct Constant {
   static constexpr int value = N;
 };
+// Calls fn(Constant<pieces>{}) for the pieces of a row of T that a warp holds at a time.
+template <class T, class Fn>
+inline void with_pieces(int64_t row_bytes, const Fn& fn) {
+  if constexpr (sizeof(T) < 4) {
+    if (row_bytes <= 256) return fn(Constant<4>{});
+  }
+  fn(Constant<8>{});
+}
+
+// Whether that many pieces hold rows as a whole, if with_pieces() has chosen them.
+template <class T, int kPieces>
+constexpr bool kHoldsRows = sizeof(T) < 4 && kPieces == 4;
+
 // Calls fn(T{}, Constant<pieces>{}) for the stored dtype and the width of the keys.
 template <class Fn>
 inline void with_key_tile(const Window& p, const Fn& fn) {
-  with_scaled_dtype(p.stored, [&](auto type) {
-    using T = decltype(type);
-    if constexpr (sizeof(T) < 4) {
-      if (p.k.row_bytes <= 256) return fn(type, Constant<4>{});
-    }
-    fn(type, Constant<8>{});
-  });
+  with_scaled_dtype(
+      p.stored, [&](auto type) { with_pieces<decltype(type)>(p.k.row_bytes, [&](auto pieces) { fn(type, pieces); }); });
 }
 
 // The products of a warp's keys with 16 rows, with the terms of keys key + [0, left): from registers if the keys fit,
 // otherwise part by part from global memory. Tensor cores round sums toward zero; kApart adds those of the parts
-// outside of them.
-template <class T, int kPieces, bool kApart = false, int kBlocks, class Terms = NoTerms>
+// outside of them. kWhole: the keys fit in any case. Without the loop over parts, the compiler keeps them in the order
+// that tensor cores need.
+template <class T, int kPieces, bool kWhole = false, bool kApart = false, int kBlocks, class Terms = NoTerms>
 __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kBlocks>& keys, int64_t row_bytes,
                                     const HeadRows& rows, int left, bool wide, const char* queries, int pitch,
                                     const Terms& terms = {}, int key = 0) {
@@ -404,7 +413,7 @@ __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kB
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
   terms.begin(x, key, left);
   const int pieces = static_cast<int>(row_bytes) / 16;
-  if (pieces <= 4 * kPieces) {
+  if (kWhole || pieces <= 4 * kPieces) {
     multiply(x, keys, queries, pitch, pieces, 0);
     return terms.end(x, key, left);
   }

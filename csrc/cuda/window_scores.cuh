@@ -136,9 +136,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const Limits limit = tiles[tile];
         if (key >= limit.most) continue;
         Products<kBlocks> x;
-        multiply_all<T, kPieces>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
-                                 queries + tile * kTileRows * chunks.pitch, chunks.pitch, KeyTerms<T, kPaged>{p, head},
-                                 key);
+        multiply_all<T, kPieces, kHoldsRows<T, kPieces>>(x, keys, p.k.row_bytes, rows, left, chunks.wide,
+                                                         queries + tile * kTileRows * chunks.pitch, chunks.pitch,
+                                                         KeyTerms<T, kPaged>{p, head}, key);
         const bool plain = first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && !logits;
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
@@ -319,9 +319,9 @@ __global__ void __launch_bounds__(kWindowThreads, 1)
         const bool seen = keys && key < limit.most;
         Products<kBlocks> x;
         if (seen)
-          multiply_all<T, kPieces>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
-                                   queries + tile * kTileRows * chunks.pitch, chunks.pitch,
-                                   KeyTerms<T, kPaged>{p, head}, key);
+          multiply_all<T, kPieces, kHoldsRows<T, kPieces>>(x, *keys, p.k.row_bytes, rows, left, chunks.wide,
+                                                           queries + tile * kTileRows * chunks.pitch, chunks.pitch,
+                                                           KeyTerms<T, kPaged>{p, head}, key);
         const bool plain =
             first <= key && key <= limit.least - Keys::kKeys && p.softcap == 0.0f && params.softmax && !maximum;
 #pragma unroll
