@@ -57,8 +57,9 @@ LOST_WITHOUT = {
     "compute-sanitizer": "no sanitizer",
     "nvidia-cutlass": "Hopper's kernels are neither built nor tested nor timed",
 }
-HOPPER_OPERATORS = ("window_scores", "window_attention", "assign_prototypes")
-HOPPER_ROWS = (*HOPPER_OPERATORS[:1], "window_scores, no lse", *HOPPER_OPERATORS[1:], "window_attention, decode")
+HOPPER_OPERATORS = ("window_scores", "window_attention", "assign_prototypes", "key_similarity", "value_norm")
+MORE_ROWS = ("window_scores, no lse", "window_attention, decode", "key_similarity, keys alike")
+HOPPER_ROWS = (*HOPPER_OPERATORS, *MORE_ROWS)
 OURS = "kns=5kvops"  # compute-sanitizer's filter: kernels with this in their mangled names
 GPU_LOST = 3  # exit status of kvops.bench: this process lost the GPU, another one can continue
 NO_GPU_LEFT = "this process has lost the GPU"  # printed by tests/conftest.py

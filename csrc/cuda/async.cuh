@@ -2,7 +2,7 @@
 //
 // A thread waits only for its own copies. Others may read them after a barrier.
 #pragma once
-#include "device.cuh"
+#include "vec.cuh"
 
 namespace kvops {
 namespace {
@@ -35,6 +35,19 @@ __device__ inline void copy_async(uint4* to, const void* from, bool there) {
   else
     memset(to, 0, kBytes);
 #endif
+}
+
+// Starts copying one piece of T as stored. Not kWide: from any address, and done when it returns.
+template <class T, bool kWide>
+__device__ inline void copy_piece(uint4* to, const char* from) {
+  if constexpr (!kWide) {
+#pragma unroll 2  // a whole piece at once would spill
+    for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
+  } else if constexpr (kPieceBytes<T> == 8) {
+    copy_async<8>(to, from, true);
+  } else {
+    copy_async(to, from);
+  }
 }
 
 // Ends a group of copies.

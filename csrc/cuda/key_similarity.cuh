@@ -30,15 +30,13 @@
 namespace kvops {
 namespace {
 
-constexpr int kWholeRows = 128;  // rows of the largest panel
-
 struct KeyCounts {  // of a head's valid keys
   unsigned not_finite, zero;
 };
 
 // The valid keys of all heads, packed, and what is known about each.
 struct KeySimilarityMemory {
-  int64_t rows;       // per head: n, padded to whole panels
+  int64_t rows;       // per head: n, padded to a multiple of kPackedRows
   int row_bytes;      // a multiple of 64
   char* keys;         // [b, Hk, rows]; zeros past the valid ones
   float* inverse;     // [b, Hk, rows]: 1/|k| of the packed key; see above
@@ -46,7 +44,7 @@ struct KeySimilarityMemory {
   KeyCounts* counts;  // [b, Hk]
 
   KeySimilarityMemory(const KeySimilarityParams& p, Sections& sections)
-      : rows((p.n + kWholeRows - 1) / kWholeRows * kWholeRows),
+      : rows((p.n + kPackedRows - 1) / kPackedRows * kPackedRows),
         row_bytes(PanelPlan::of(p.k.row_bytes).row_bytes),
         keys(sections.add<char>(p.b * p.heads * rows * row_bytes)),
         inverse(sections.add<float>(p.b * p.heads * rows)),
@@ -145,7 +143,7 @@ __global__ void __launch_bounds__(kPanelThreads, 1)
               fn(x[own_key / 2][t][own_key % 2 * 2 + e] * its_inverse, from + tile + 8 * t + lane % 4 * 2 + e, own_key);
           }
       };
-      float largest[kOwn] = {};
+      float largest[kOwn] = {};  // a threshold is at least 0; fmaxf() ignores NaN
       for_products([&](float product, int, int own_key) { largest[own_key] = fmaxf(largest[own_key], product); });
       bool maybe = false;
 #pragma unroll

@@ -72,18 +72,6 @@ constexpr int64_t rows_per_pass(int warps) {
   return int64_t{warps} * Lanes::kRows * kRowsAhead<T, Lanes>;
 }
 
-// Copies one piece to shared memory. A thread waits only for its own copies, and reads no others.
-template <class T, bool kWide>
-__device__ inline void copy_piece(uint4* to, const char* from) {
-  if constexpr (!kWide) {
-#pragma unroll 2  // a whole piece at once would spill
-    for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
-  } else if constexpr (kPieceBytes<T> == 8) {
-    copy_async<8>(to, from, true);
-  } else {
-    copy_async(to, from);
-  }
-}
 // Pins x in a register, so that the compiler does not recompute it at every use.
 __device__ inline int64_t kept(int64_t x) {
 #ifdef __CUDACC__

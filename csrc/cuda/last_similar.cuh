@@ -8,6 +8,8 @@ namespace {
 
 using Spared = unsigned long long;  // in units of 2^-32
 
+constexpr int kPackedRows = 128;  // a multiple of the rows of all panels, portable and Hopper's
+
 // A key, and the last other one whose cosine with it is above the threshold, as far as this lane has met one. The
 // arguments are products of the two keys times the other one's inverse norm. Rounding keeps their order, so that the
 // largest product decides whether there is a similar key among several.
@@ -27,8 +29,7 @@ struct LastSimilar {
   }
 };
 
-// Adds up what the keys of a warp spare: lane l has met rows of its own for each of `keys`, and shares them with three
-// neighbours.
+// Adds up what the keys of a warp spare. Four neighbouring lanes have the same `keys`, and each has met other rows.
 template <int kKeys>
 __device__ inline void spare_last(LastSimilar (&keys)[kKeys], Spared* spared) {
 #pragma unroll

@@ -9,12 +9,13 @@
 // Band, for kappa up to 8, so for the default of 5. The similarities are a band of K K^T, which tensor cores compute. A
 // warp processes a run of keys, 8 at a time. These 8 keys are the columns of a product whose rows are the previous 8
 // keys and the 8 keys themselves, so every pair in a band of 8 is covered, and no pair twice. Each key is thus read
-// once, straight into registers, in whole pieces; its neighbours' words are still there. Every 16 channels of 8 keys
-// take one mma.sync: 1 per token for d = 128. Norms are the diagonal of the product, so keys enter unnormalized and the
-// products are scaled afterwards; each counts for both of its keys. fp32 is split into three bf16 parts, at 6 mma.sync
-// instead of 1: all products of parts except those below 2^-21 of the whole, which shorten a cosine's numerator as much
-// as its denominator. There is no shared memory and no barrier, and the next keys are in flight while these are
-// multiplied. A run of 64 keys processes 80, of which 2 kappa come from L2.
+// once, in whole pieces; its neighbours' words are still in registers. Every 16 channels of 8 keys take one mma.sync: 1
+// per token for d = 128. Norms are the diagonal of the product, so keys enter unnormalized and the products are scaled
+// afterwards; each counts for both of its keys. fp32 is split into three bf16 parts, at 6 mma.sync instead of 1: all
+// products of parts except those below 2^-21 of the whole, which shorten a cosine's numerator as much as its
+// denominator. There is no barrier. A ring in shared memory, of which each lane reads only its own copies, keeps the
+// next three steps (two, if rows are wider than 256 bytes) in flight: 96 KiB per multiprocessor of an H200 with bf16
+// rows of 256 bytes, 64 KiB with wider ones. A run of 64 keys processes 80, of which 2 kappa come from L2.
 //
 // Walk, for larger kappa and for rows of more than 512 bytes. The time per token does not grow with kappa. kLanes lanes
 // share a row, and each such lane group walks a run of tokens with the sum of the window's unit keys in registers: add
@@ -23,8 +24,8 @@
 // the factors that normalize its keys to shared memory, including kappa keys on either side. Walk reads each key four
 // times, three of them from L1 or L2.
 //
-// Instruction counts from the code for sm_90a, d = 128: Band takes 180 warp instructions per 8 bf16 keys, so with the
-// 80 keys that a run of 64 processes, 28 per token; in fp32, which has twice the time, 77. Walk took 149 in bf16 at
+// Instruction counts from the code for sm_90a, d = 128: Band takes 169 warp instructions per 8 bf16 keys, so with the
+// 80 keys that a run of 64 processes, 26 per token; in fp32, which has twice the time, 81. Walk took 149 in bf16 at
 // kappa 5. The prediction for Band in bf16 is 80 % of the memory floor: DRAM at 90 % of its rate, 4 us for the first
 // and last runs, 4 us for standardize. A kappa of 9 to 16 would need twice the products, and registers for 8 more keys.
 //
@@ -40,6 +41,7 @@
 // ring. Results depend on kappa and the head dim, but not on the grid.
 #pragma once
 #include "../ops/outlier_degree.h"
+#include "async.cuh"
 #include "math.cuh"
 #include "mma.cuh"
 #include "rows.cuh"
@@ -205,15 +207,19 @@ __device__ inline bool mend_row(uint4 (&raw)[kPieces]) {
   return finite;
 }
 
-// Warps work independently, without shared memory or barriers. In each step, 8 keys are multiplied with themselves and
-// the 8 before.
+// Warps work independently, without barriers. In each step, 8 keys are multiplied with themselves and the 8 before. The
+// keys of the next steps are on their way to shared memory, where each lane reads only its own copies.
 template <class T, int kPieces>
 struct Band {
   using Stored = T;
-  static constexpr int kBlocks = kPieces == 4 ? (sizeof(T) < 4 ? 4 : 3) : (sizeof(T) < 4 ? 3 : 2);
-  static constexpr int kRun = 64;  // keys per warp, a multiple of 32
+  static constexpr int kBlocks = kPieces == 8 ? 2 : sizeof(T) < 4 ? 4 : 3;
+  static constexpr int kRun = 64;                          // keys per warp, a multiple of 32
+  static constexpr int kStages = kPieces == 4 ? 4 : 3;     // of the ring
+  static constexpr int kStage = kPieces * kDegreeThreads;  // pieces
 
-  static DegreePlan plan(const OutlierDegreeParams& p) { return DegreePlan::of(p, kRun, kDegreeWarps, 0); }
+  static DegreePlan plan(const OutlierDegreeParams& p) {
+    return DegreePlan::of(p, kRun, kDegreeWarps, int64_t{16} * kStages * kStage);
+  }
 
   // Calls fn(token, similarity) for the block's tokens from `block` on, once per token, from one thread.
   template <class Fn>
@@ -232,24 +238,32 @@ struct Band {
     HeadRows pieces = keys.rows.from(first);
     pieces.data += lane % 4 * kPieceBytes<T>;
     const int count = keys.pieces - lane % 4;  // the lane has every fourth piece of a key
-    uint4 raw[kPieces] = {};
-    const auto at_key = [&](int at) {  // this lane's key of the 8 from `at` on; if it does not exist, the nearest one
-      return pieces.row(min(max(at + row, begin), end - 1));
-    };
-    const auto load = [&](const char* from) {
+    uint4 raw[kPieces];
+    DYNAMIC_SHARED(uint4, memory);  // [kStages, kPieces, threads]
+    uint4* const ring = memory + threadIdx.x;
+    int stage = 0;  // of the keys at hand; the stage before it is free
+    // Starts copying this lane's key of the 8 from `at` on; if it does not exist, the nearest one.
+    const auto fetch = [&](int at, int to) {
+      const char* const from = pieces.row(min(max(at + row, begin), end - 1));
+      uint4* const own = ring + to * kStage;
+      const int there = at <= kRun ? count : 0;
       if (keys.wide) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-          if (4 * i < count) raw[i] = load_piece<T, true>(from + 4 * kPieceBytes<T> * i);
+          if (4 * i < there) copy_piece<T, true>(own + i * kDegreeThreads, from + 4 * kPieceBytes<T> * i);
       } else {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-          if (4 * i < count) raw[i] = load_piece<T, false>(from + 4 * kPieceBytes<T> * i);
+#pragma unroll 1
+        for (int i = 0; 4 * i < there; ++i)
+          copy_piece<T, false>(own + i * kDegreeThreads, from + 4 * kPieceBytes<T> * i);
       }
+      end_copies();
+    };
+    const auto load = [&] {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) raw[i] = widen<T>(ring[stage * kStage + i * kDegreeThreads]);
     };
 
     BandKeys<T, kPieces> both = {};
-    const char* key = at_key(-kBandKeys);
     float sum_before = 0, factor_before = 0;  // key `row` of the previous 8: the sum of its similarities so far
     unsigned usable = 0;                      // bits: of the 8 keys before the previous ones, of those, and of these
     float total = 0;                          // for the token that this lane writes; its neighbours start at bit 0
@@ -257,15 +271,15 @@ struct Band {
     const auto meet = [&](auto turn, int at) {
       constexpr int kTurn = decltype(turn)::value;
       unsigned there = 0xffu << max(begin - at, 0) & 0xffu >> min(max(at + kBandKeys - end, 0), 8);
-      const char* const next = at_key(at + kBandKeys);
+      fetch(at + (kStages - 1) * kBandKeys, stage == 0 ? kStages - 1 : stage - 1);
+      wait_for_copies<kStages - 1>();
       float back[2], here[2], squares;
       for (bool rare = false;; rare = true) {
+        load();
         if (rare) {
-          load(key);
           there &= ~__reduce_or_sync(kWarp, mend_row<T>(raw) ? 0u : 1u << row);
         }
         both.template take<kTurn>(raw);
-        load(next);
         both.template multiply<kTurn>(keys.pieces, back, here);
         squares = row % 2 ? here[1] : here[0];
         if (rare || !__any_sync(kWarp, diagonal && !comfortable(squares))) break;
@@ -299,9 +313,13 @@ struct Band {
            neighbours >> kappa & 1 ? total / static_cast<float>(__popc(neighbours)) : CUDART_NAN_F);
       sum_before = sum;
       factor_before = of_row;
-      key = next;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
     };
-    load(key);
+#pragma unroll 1
+    for (int i = 0; i < kStages * kPieces; ++i)  // pieces that no key has
+      if (4 * (i % kPieces) >= count) ring[i * kDegreeThreads] = uint4{};
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) fetch((i - 1) * kBandKeys, i);
 #pragma unroll 1
     for (int at = -kBandKeys; at <= kRun; at += 2 * kBandKeys) {
       meet(TurnOf<0>{}, at);

@@ -10,8 +10,8 @@
 // straight from V, and panels of W_O pass by in shared memory (panels.cuh). A lane adds up the magnitudes of its
 // products, 64 output channels at a time; at the end the four lanes that share a value add theirs. Hopper has a kernel
 // of its own for this pass (sm90/value_norm.cuh). group_norms reduces over the group, and redoes a result that is not
-// finite in double, by the whole warp: it is NaN if the value is not finite, and infinity on overflow. The order of all
-// sums depends on the shape alone.
+// finite in double, by the whole warp: it is NaN if the value is not finite, and infinity on overflow. In the portable
+// kernel, the order of all sums depends on the shape alone.
 #pragma once
 #include "../ops/value_norm.h"
 #include "panels.cuh"

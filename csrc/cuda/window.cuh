@@ -386,7 +386,7 @@ inline void with_pieces(int64_t row_bytes, const Fn& fn) {
   fn(Constant<8>{});
 }
 
-// Whether that many pieces hold rows as a whole, if with_pieces() has chosen them.
+// Whether with_pieces() chooses this many only for rows that fit in them.
 template <class T, int kPieces>
 constexpr bool kHoldsRows = sizeof(T) < 4 && kPieces == 4;
 

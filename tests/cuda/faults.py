@@ -206,6 +206,14 @@ FAULTS = {
         "distance <= kappa + 1",
         "test_narrow_and_wide_rows",
     ),
+    "outlier_degree does not wait for its copies": Fault(
+        "outlier_degree",
+        "outlier_degree.cuh",
+        "wait_for_copies<kStages - 1>();",
+        "",
+        "test_dtypes_and_head_dims",
+        order=2,
+    ),
     "outlier_degree adds up similarities before all have written": Fault(
         "outlier_degree",
         "outlier_degree.cuh",
@@ -408,6 +416,34 @@ FAULTS = {
         "begin_keys<T, kDim, kKeys>(x, q, stage_of(from)); from.release();",
         "test_lengths and 1000",
         says=r"released before it has waited for wgmma at \S+window_attention.cuh:\d+",
+    ),
+    "a Hopper kernel releases a panel before it has waited for the product": Fault(
+        "sm90",
+        "sm90/panels.cuh",
+        "wait_products<0>(x);\n      ring.release();",
+        "ring.release(); wait_products<0>(x);",
+        "test_norms_of_sizes",
+        says=r"released before it has waited for wgmma at \S+panels.cuh:\d+",
+    ),
+    "a Hopper kernel ends its pass without a word to those that wait": Fault(
+        "sm90",
+        "sm90/panels.cuh",
+        "return barrier_arrive(ring.full + ring.stage);",
+        "return;",
+        "test_similarity_that_ends_early",
+        says=r"deadlock: .*wait in mbarrier.try_wait at \S+tile.cuh:\d+",
+    ),
+    "a Hopper kernel writes norms past the last value": Fault(
+        "sm90",
+        "sm90/value_norm.cuh",
+        "thread % 4 == r && its < count",
+        "thread % 4 == r",
+        "test_norms_of_sizes and 129",
+        says=r"heap-buffer-overflow.* csrc/cuda/sm90/value_norm.cuh:\d+",
+        build="address",
+    ),
+    "a Hopper kernel takes a key for similar to itself": Fault(
+        "sm90", "last_similar.cuh", "other > last && other != itself", "other > last", "test_similarity_of_lengths"
     ),
     "a Hopper kernel does not fence its mbarriers": Fault(
         "sm90",

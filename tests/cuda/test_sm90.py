@@ -382,18 +382,40 @@ def test_similarity(dtype, d):
     check_similarity(similar(2, 2, kit.size(3000, 400), d, dtype), starts=kit.int32(0, 77), lengths=kit.int32(300, 290))
 
 
-@pytest.mark.parametrize("n", [2, 63, 128, 129, 257])
-def test_similarity_of_lengths(n):
-    check_similarity(similar(1, 3, n, 64, torch.bfloat16), served=None)
+@pytest.mark.parametrize("d, n", [(64, 2), (64, 63), (64, 128), (64, 129), (128, 900), (256, 400)])
+def test_similarity_of_lengths(d, n):
+    """Up to more panels than stages."""
+    check_similarity(similar(1, 1, n, d, torch.bfloat16), served=None)
 
 
-@pytest.mark.parametrize("copies", [1, 2, 300])
-def test_similarity_that_ends_early(copies):
-    """All keys find one among the last panels, in the first or last one, or far apart."""
-    k = kit.randn(1, 2, 900 // copies, 64).repeat(1, 1, copies, 1).bfloat16()
-    k += 0.1 * kit.randn(*k.shape, seed=1).bfloat16()
+def test_similarity_of_an_empty_row():
+    k = similar(2, 2, 150, 64, torch.float16)
+    scores = check_similarity(k, lengths=kit.int32(0, 150))
+    assert scores[0].isnan().all()
+
+
+@pytest.mark.parametrize("threshold", [0.0, -0.0])
+def test_similarity_with_everything(threshold):
+    """Each key's last other one with a positive cosine; of equal keys, the last one; of zeros, none."""
+    assert (ops.key_similarity(torch.zeros(1, 1, 150, 64).half(), threshold=threshold) == 0).all()
+    scores = ops.key_similarity(kit.randn(1, 1, 1, 64).half().expand(1, 1, 150, 64).contiguous(), threshold=threshold)
+    torch.testing.assert_close(scores[0, 0, -2:], torch.tensor([148 / 150, 0.0]).to(scores), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**110])
+def test_similarity_of_tiny_and_huge_keys(scale):
+    k = similar(1, 2, 150, 64, torch.bfloat16)
+    scaled = k.clone()
+    scaled[:, :, ::3] *= scale
+    torch.testing.assert_close(ops.key_similarity(scaled), ops.key_similarity(k), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("others", [0, 100])
+def test_similarity_that_ends_early(others):
+    """More panels than stages. Keys that are alike find one in the first panel; the other ones search through all."""
+    k = kit.randn(1, 1, 3, 64).repeat(1, 1, 320, 1) + 0.1 * kit.randn(1, 1, 960, 64, seed=1)
+    k = torch.cat([kit.randn(1, 1, others, 64, seed=2), k], 2).bfloat16()
     check_similarity(k, 0.7, served=None)
-    check_similarity(torch.cat([kit.randn(1, 2, 300, 64, seed=2).bfloat16(), k], 2), 0.7, served=None)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
@@ -405,8 +427,8 @@ def test_similarity_of_keys_without_a_direction(bad):
     assert check_similarity(torch.full_like(k, bad), served=None).nan_to_num(0).abs().max() == 0
 
 
-def test_similarity_of_packed_keys():
-    """Keys are packed first, so that their layout, pages and fp8 make no difference."""
+def test_similarity_of_layouts_and_fp8():
+    """Keys are packed first, so that neither makes a difference."""
     k = similar(2, 2, 300, 128, torch.bfloat16)
     expected = ops.key_similarity(k, threshold=0.5)
     for other in (kit.laid_out(k, "bnhd"), kit.unaligned(k, 3, 1)):
@@ -425,7 +447,8 @@ def check_norms(v, w_o, *, served=True, **options):
     found, portable = with_portable(ops.value_norm, v, w_o, **options)
     exact = reference.value_norm(v, w_o, **options)
     kit.assert_close(found, reference.value_norm(v, w_o, **options, dtype=torch.float32), exact)
-    assert torch.equal(kit.bits(found), kit.bits(portable)) != served, "the wrong kernel"
+    if served is not None:
+        assert torch.equal(kit.bits(found), kit.bits(portable)) != served, "the wrong kernel"
     return found
 
 
@@ -437,11 +460,11 @@ def test_norms(dtype, d, hidden):
     check_norms(v, w_o, starts=kit.int32(0, 77), lengths=kit.int32(130, 100), group_reduce="max")
 
 
-@pytest.mark.parametrize("n, hidden", [(1, 1), (64, 127), (129, 128), (300, 513)])
-def test_norms_of_sizes(n, hidden):
-    dtype = torch.bfloat16
-    v, w_o = kit.kv(1, 3, n, 64, dtype)[1], kit.randn(hidden, 3 * 64, seed=3).to(dtype)
-    check_norms(v, w_o, served=None) if hidden == 1 else check_norms(v, w_o)
+@pytest.mark.parametrize("d, n, hidden", [(64, 1, 1), (64, 64, 127), (64, 129, 128), (128, 9, 900), (256, 70, 400)])
+def test_norms_of_sizes(d, n, hidden):
+    """Up to more panels than stages."""
+    v, w_o = kit.kv(1, 3, n, d, torch.bfloat16)[1], kit.randn(hidden, 3 * d, seed=3).bfloat16()
+    check_norms(v, w_o, served=None if hidden == 1 else True)
 
 
 def test_norms_of_layouts_and_a_batch():
@@ -453,12 +476,14 @@ def test_norms_of_layouts_and_a_batch():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_norms_of_what_is_not_finite(bad):
+def test_norms_of_bad_values(bad):
     v, w_o = kit.kv(1, 2, 150, 64, torch.bfloat16)[1], kit.randn(200, 4 * 64, seed=3).bfloat16()
     clean = ops.value_norm(v, w_o)
     v[0, 1, 100, 7] = bad
     norms = check_norms(v, w_o)
     assert norms[0, 1, 100].isnan() and norms.isnan().sum() == 1 and torch.equal(norms[0, 0], clean[0, 0])
+    v[0, 1, 100, 7] = 3e38  # the norm overflows
+    assert torch.equal(ops.value_norm(v, w_o).isinf().nonzero(), kit.on_device(torch.tensor([[0, 1, 100]])))
 
 
 def test_norms_that_are_left_to_the_portable_kernel():
@@ -466,6 +491,8 @@ def test_norms_that_are_left_to_the_portable_kernel():
     check_norms(kit.unaligned(v, 3, 1), w_o, served=False)
     check_norms(v, torch.cat([w_o, w_o], 1)[:, 3 : 3 + 4 * 64], served=False)
     check_norms(v.float(), w_o.float(), served=False)
+    check_norms(v, w_o[:1].expand(200, -1), served=False)
+    assert (check_norms(v, w_o[:0], served=None) == 0).all()
 
 
 def test_similarity_and_norms_are_repeatable():

@@ -10,8 +10,6 @@
 //
 // Prototypes that do not fit in shared memory beside two tiles of keys (768 fit with d = 128, 1664 with 64, 256 with
 // 256) are left to the portable kernel. Both kernels redo keys whose best product is outside the safe range.
-//
-// Not yet run on a GPU.
 #pragma once
 #include "../prototypes.cuh"
 #include "tile.cuh"

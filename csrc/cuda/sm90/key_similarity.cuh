@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                              int blocks) {
   using Pass = Panels<T, kDim>;
   constexpr int kPanel = Pass::kPanel;
+  static_assert(kPackedRows % kPanel == 0 && kPackedRows % kBlockKeys == 0);
   const int unit = static_cast<int>(blockIdx.x) / blocks, first = static_cast<int>(blockIdx.x) % blocks * kBlockKeys;
   const int count = static_cast<int>(p.slots.count(unit / p.heads)), panels = (count + kPanel - 1) / kPanel;
   if (first >= count) return;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto row_of = [&](int i) { return (panels - 1 - i) * kPanel; };
 
   if (threadIdx.x >= kConsumers) {  // the producer
-    if (threadIdx.x == kConsumers) pass.copy(keys, {first, unit, 0}, others, {0, unit, 0}, panels, row_of);
+    if (threadIdx.x == kConsumers) pass.copy(keys, {first, unit, 0}, others, unit, panels, row_of);
     return;
   }
 
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
     };
-    float largest[2] = {};
+    float largest[2] = {};  // a threshold is at least 0; fmaxf() ignores NaN
     for_products([&](float product, int, int r) { largest[r] = fmaxf(largest[r], product); });
     const bool maybe = key[0].may_be(largest[0], p.threshold) || key[1].may_be(largest[1], p.threshold);
     if (maybe)

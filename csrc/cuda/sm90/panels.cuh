@@ -2,16 +2,17 @@
 // value_norm share (../panels.cuh is the portable counterpart).
 //
 // A block has 128 keys, 64 for each of its two warpgroups. They stay in shared memory, while panels of the other rows
-// pass through a ring of stages. The warpgroups take turns: one multiplies while the other works on its products. With
-// d = 128, a panel of 128 rows takes the tensor cores of a multiprocessor 512 cycles per warpgroup, and 32 KB from L2
-// for both: 32 bytes per cycle.
+// pass through a ring of stages. The warpgroups take turns: one multiplies while the other works on its products. A
+// warpgroup may need no more panels before the other one; the pass ends once neither does. With d = 128, a panel of 128
+// rows takes the tensor cores of a multiprocessor 512 cycles per warpgroup, and 32 KB from L2 for both: 32 bytes per
+// cycle.
 #pragma once
 #include "tile.cuh"
 
 namespace kvops::sm90 {
 namespace {
 
-constexpr int kBlockKeys = kGroups * kRows;
+constexpr int kBlockKeys = kGroups * kRows, kAllGroups = (1 << kGroups) - 1;
 template <int kDim>
 constexpr int kPanelRows = kDim == 256 ? 64 : 128;
 
@@ -19,10 +20,11 @@ constexpr int kPanelRows = kDim == 256 ? 64 : 128;
 template <int kDim>
 struct PanelsShared {
   static constexpr int kKeys = kBlockKeys * kDim * 2, kPanel = kPanelRows<kDim> * kDim * 2;
-  static constexpr int kFit = (kSharedBytes - kKeys - 128) / kPanel, kStages = kFit < 6 ? kFit : 6;
+  static constexpr int kFit = (kSharedBytes - kKeys - 256) / kPanel, kStages = kFit < 6 ? kFit : 6;
   static constexpr int kPanels = kKeys, kFull = kPanels + kStages * kPanel, kEmpty = kFull + 8 * kStages;
-  static constexpr int kLoaded = kEmpty + 8 * kStages, kDone = kLoaded + 8, kEnds = kDone + 4;
-  static constexpr int kBytes = kEnds + 4 * kStages;
+  static constexpr int kLoaded = kEmpty + 8 * kStages, kDone = kLoaded + 8, kUnneeded = kDone + 4 * kGroups;
+  static constexpr int kBytes = kUnneeded + 4 * kStages;
+  static_assert(kStages > 1 && kBytes <= kSharedBytes);
 };
 
 // Where rows of a tensor map start.
@@ -39,8 +41,8 @@ struct Panels {
   T *keys, *stages;
   Ring ring;
   uint64_t* loaded;
-  int* done;  // how many warps need no more panels
-  int* ends;  // [stages]: whether the pass ends before this panel
+  int* done;               // [kGroups]: how many warps need no more panels
+  volatile int* unneeded;  // [stages], bits: the groups that do not need this panel. All: the pass ends before it
 
   // Called by the whole block.
   __device__ explicit Panels(unsigned char* shared)
@@ -50,9 +52,9 @@ struct Panels {
              Shared::kStages},
         loaded(reinterpret_cast<uint64_t*>(shared + Shared::kLoaded)),
         done(reinterpret_cast<int*>(shared + Shared::kDone)),
-        ends(reinterpret_cast<int*>(shared + Shared::kEnds)) {
+        unneeded(reinterpret_cast<int*>(shared + Shared::kUnneeded)) {
     if (threadIdx.x == 0) {
-      *done = 0;
+      done[0] = done[1] = 0;
       ring.init(kConsumers / 32);
       barrier_init(loaded, 1);
       barriers_made();
@@ -65,7 +67,7 @@ struct Panels {
   // The producer, one thread: copies the block's keys and `count` panels, panel i from row row_of(i) on, as long as
   // some warp needs them.
   template <class RowOf>
-  __device__ void copy(const TensorMap& key_map, MapRows from, const TensorMap& panel_map, MapRows to, int count,
+  __device__ void copy(const TensorMap& key_map, MapRows from, const TensorMap& panel_map, int head, int count,
                        const RowOf& row_of) {
     barrier_announce(loaded, Shared::kKeys);
     for (int group = 0; group < kGroups; ++group)
@@ -73,16 +75,19 @@ struct Panels {
                                 from.batch);
     for (int i = 0; i < count; ++i, ring.advance(1)) {
       ring.wait_empty();
-      ends[ring.stage] = atomicAdd(done, 0) == kConsumers / 32;
-      if (ends[ring.stage]) return barrier_arrive(ring.full + ring.stage);
+      int groups = 0;
+      for (int group = 0; group < kGroups; ++group) groups |= (atomicAdd(done + group, 0) == 4) << group;
+      unneeded[ring.stage] = groups;
+      if (groups == kAllGroups) return barrier_arrive(ring.full + ring.stage);
       barrier_announce(ring.full + ring.stage, Shared::kPanel);
-      copy_keys<T, kDim, kPanel>(panel_map, ring.full + ring.stage, panel(ring), to.row + row_of(i), to.head, to.batch);
+      copy_keys<T, kDim, kPanel>(panel_map, ring.full + ring.stage, panel(ring), row_of(i), head, 0);
     }
   }
 
-  // A consumer warp says that it needs no more panels. It still gets those that are on their way.
+  // A consumer warp says that it needs no more panels, once. It still gets those that are on their way, and later ones
+  // as long as its group needs them.
   __device__ void leave() const {
-    if (threadIdx.x % 32 == 0) atomicAdd(done, 1);
+    if (threadIdx.x % 32 == 0) atomicAdd(done + threadIdx.x / 128, 1);
   }
 
   // A consumer warpgroup: calls use(products, i) for panels i = 0, 1, ... of `count`.
@@ -94,8 +99,14 @@ struct Panels {
     for (int i = 0; i < count; ++i, ring.advance(1)) {
       Products x;
       ring.wait();
-      if (ends[ring.stage]) return;
+      const int groups = unneeded[ring.stage];
+      if (groups == kAllGroups) return;
       turns.take();
+      if (groups >> group & 1) {
+        turns.pass();
+        ring.release();
+        continue;
+      }
       begin_keys<T, kDim, kPanel>(x, keys + group * kRows * kDim, panel(ring));
       turns.pass();
       wait_products<0>(x);

@@ -3,8 +3,8 @@
 // A block consists of two consumer warpgroups (128 threads each, as wgmma requires) and one producer warp. The
 // producer's first thread has the copy engine fill a ring of stages in shared memory with keys. Each stage has two
 // mbarriers, `full` and `empty`. Nothing else synchronizes the three, so one warpgroup can multiply while the other
-// computes exponentials, and the copies run ahead of both. (window_attention.cuh has a whole producer warpgroup and
-// more synchronization.)
+// computes exponentials, and the copies run ahead of both. (In window_attention.cuh and panels.cuh the warpgroups take
+// turns; the former has a whole producer warpgroup and more synchronization.)
 //
 // The G * w rows of one KV head are divided into tiles of 64. Padding rows, and rows that see no key, are zero: their
 // logits are finite wherever the key is, and their results are weighted with 0 or not stored.
@@ -24,7 +24,7 @@ constexpr int kGroups = 2;                       // consumer warpgroups
 constexpr int kConsumers = 128 * kGroups;        // threads
 constexpr int kThreads = kConsumers + 32;        // with the producer warp
 constexpr int kAllConsumers = 1, kOwnGroup = 2;  // barriers; kOwnGroup and the next one are the groups' own
-constexpr int kTurns = 1;                        // the same ones in other kernels: this and the next
+constexpr int kTurns = 1;                        // kernels that take turns have these two instead
 constexpr int kSharedBytes = 226 * 1024;         // of the 227 KiB that a block may have; the rest is for alignment
 
 // The query rows of a block: `group` query heads from `head` on, w rows each.

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x >= kConsumers) {  // the producer
     if (threadIdx.x == kConsumers)
       pass.copy(values, {static_cast<int>(p.slots.first(batch)) + first, head / static_cast<int>(p.group), batch},
-                weights, {0, head, 0}, panels, [](int i) { return i * kPanel; });
+                weights, head, panels, [](int i) { return i * kPanel; });
     return;
   }
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // Returns false, without doing anything, if it does not support the call.
 inline bool query_head_norms_hopper(const ValueNormParams& p, float* norms, cudaStream_t stream) {
-  if (!serves(p.dtype, p.dv, p.n) || p.hidden < 1 || p.hidden >= 1 << 30) return false;
+  if (!serves(p.dtype, p.dv, p.n) || p.hidden == 0) return false;
   const int64_t query_heads = p.heads * p.group, blocks = (p.n + kBlockKeys - 1) / kBlockKeys;
   const KVView w_o{const_cast<char*>(p.w_o), 0, p.v.row_bytes, p.w_stride, p.v.row_bytes};
   bool served = false;
