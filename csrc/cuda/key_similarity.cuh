@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(256) pack_keys_kernel(KeySimilarityParams p, K
 }
 
 template <class E, int kPieces>
-__global__ void __launch_bounds__(kPanelThreads, 1)
+__global__ void __launch_bounds__(kPanelThreads, kPieces == 4 ? 2 : 1)
     last_similar_kernel(KeySimilarityParams p, KeySimilarityMemory packed, PanelPlan plan, unsigned blocks) {
   using Keys = KeyTile<E, kPieces>;
   constexpr int kOwn = Keys::kOwn, kBlocks = Keys::kBlocks, kAll = (1 << kOwn) - 1;

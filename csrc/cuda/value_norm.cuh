@@ -38,7 +38,7 @@ __device__ inline void load_weights(uint4* to, const char* from, bool there, boo
 }
 
 template <class T, int kPieces, bool kPaged>
-__global__ void __launch_bounds__(kPanelThreads, kPieces == 4 && !kPaged ? 2 : 1)
+__global__ void __launch_bounds__(kPanelThreads, kPieces == 4 ? 2 : 1)
     query_head_norms_kernel(ValueNormParams p, float* norms, PanelPlan plan, unsigned blocks, bool wide,
                             bool wide_weights) {
   using Values = KeyTile<T, kPieces>;

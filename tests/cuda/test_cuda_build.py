@@ -140,7 +140,7 @@ def test_hopper_kernels_take_the_registers_that_others_give(code):
     assert {name for name, _ in exchanged} == {"window_pass_sm90_kernel"} or not CUDA["sm90"]["built"]
 
 
-# Instructions of a kernel's hot loop per load of 16 bytes, or per HGMMA, for bf16 and head_dim 128: those of the whole
+# Instructions of a kernel's hot loop per load of 16 bytes, or per product, for bf16 and head_dim 128: those of the whole
 # loop, and those of its shortest path. The limits are about 5 % above the code of nvcc 13.0. `tests/cuda/sass.py` with
 # the name of a kernel shows the loops.
 NVCC = "13.0"
@@ -159,9 +159,7 @@ MOST = {
     "plain_attention_parts_kernel": (47, 11),
     "rope_at_slots_kernel": (101, 14),
     "select_block_kernel": (77, 33),
-    "similarity_kernel": (52, 23),
-    "window_scores_kernel": (46, 12),
-    "window_sums_kernel": (44, 12),
+    "similarity_kernel": (135, 53),
     "write_chunks_kernel": (137, 77.5),
 }
 MOST_IN_PAGES = {  # the same kernels on pages
@@ -175,12 +173,18 @@ MOST_IN_PAGES = {  # the same kernels on pages
     "lag_score_kernel": (98.5, 97),
     "plain_attention_parts_kernel": (51.5, 10),
     "rope_at_slots_kernel": (110.5, 23),
-    "similarity_kernel": (55, 24),
-    "window_scores_kernel": (57.5, 12),
-    "window_sums_kernel": (56.5, 12),
+    "similarity_kernel": (136.5, 53.5),
 }
-MOST_OF_HOPPER = {
+MOST_OF_PRODUCTS = {  # per HMMA, a product of 16 keys with 8 rows and 16 channels; dense and in pages
+    "last_similar_kernel": (7.9, 4.8),
+    "query_head_norms_kernel": (3.4, 3.4),
+    "window_scores_kernel": (53.4, 5.4),
+    "window_sums_kernel": (69.4, 9),
+}
+MOST_OF_HOPPER = {  # per HGMMA
     "assign_prototypes_sm90_kernel": (44, 44),
+    "last_similar_sm90_kernel": (87.3, 15.1),
+    "query_head_norms_sm90_kernel": (25.4, 23.7),
     "window_pass_sm90_kernel": (96.5, 45),
     "window_scores_sm90_kernel": (154.5, 48),
 }
@@ -188,14 +192,18 @@ MOST_OF_HOPPER = {
 
 @needs_library
 @needs_nvdisasm
-@pytest.mark.parametrize("kernel", [*MOST, *(x + resources.PAGES for x in MOST_IN_PAGES), *MOST_OF_HOPPER])
+@pytest.mark.parametrize(
+    "kernel",
+    [*MOST, *(x + resources.PAGES for x in MOST_IN_PAGES), *MOST_OF_PRODUCTS]
+    + [*(x + resources.PAGES for x in MOST_OF_PRODUCTS if x != "last_similar_kernel"), *MOST_OF_HOPPER],
+)
 def test_hot_loops_are_short(kernel, code):
     if (version := resources.nvcc_version()) != NVCC:
         pytest.skip(f"the numbers are of nvcc {NVCC}, this is {version}")
     if kernel in MOST_OF_HOPPER and not CUDA["sm90"]["built"]:
         pytest.skip(f"no Hopper kernels: {CUDA['sm90']['why']}")
-    counted = "HGMMA" if kernel in MOST_OF_HOPPER else sass.WIDE
     dense = kernel.removesuffix(resources.PAGES)
+    counted = "HGMMA" if kernel in MOST_OF_HOPPER else "HMMA" if dense in MOST_OF_PRODUCTS else sass.WIDE
     name, paged = dense.removesuffix(TURNING), kernel != dense
     instances = sass.usual(code, name, paged)
     if name == "attention_parts_kernel":
@@ -206,7 +214,7 @@ def test_hot_loops_are_short(kernel, code):
     found = [
         max(x) for x in zip(*((len(x.code) / x.count(counted), x.quickest(counted) / x.count(counted)) for x in hot))
     ]
-    most = MOST_IN_PAGES[dense] if paged else (MOST | MOST_OF_HOPPER)[kernel]
+    most = (MOST | MOST_OF_PRODUCTS | MOST_OF_HOPPER | (MOST_IN_PAGES if paged else {}))[dense]
     assert all(x <= y for x, y in zip(found, most)), f"{found} of at most {most}"
 
 
@@ -231,7 +239,7 @@ def test_no_local_memory_and_no_loops_of_compare_and_swap(code):
 def test_hopper_kernels_use_its_instructions(code):
     """Those of the tensor cores (HGMMA) and of the copy engine (UTMALDG)."""
     hopper = {key: {x.op for x in body} for key, body in code.items() if "sm90" in key[0]}
-    assert {name for name, _ in hopper} == set(MOST_OF_HOPPER) and len(hopper) == 22
+    assert {name for name, _ in hopper} == set(MOST_OF_HOPPER) and len(hopper) == 34
     for used in hopper.values():
         assert {x.split(".")[0] for x in used} >= {"HGMMA", "UTMALDG"} and "UTMALDG.4D" in used
         assert not any(x.startswith("HMMA") for x in used)
