@@ -140,9 +140,9 @@ def test_hopper_kernels_take_the_registers_that_others_give(code):
     assert {name for name, _ in exchanged} == {"window_pass_sm90_kernel"} or not CUDA["sm90"]["built"]
 
 
-# Instructions of a kernel's hot loop per load of 16 bytes, or per product, for bf16 and head_dim 128: those of the whole
-# loop, and those of its shortest path. The limits are about 5 % above the code of nvcc 13.0. `tests/cuda/sass.py` with
-# the name of a kernel shows the loops.
+# Instructions of a kernel's hot loop per load of 16 bytes, or per product, for bf16 and head_dim 128: those of the
+# whole loop, and those of its shortest path. The limits are about 5 % above the code of nvcc 13.0. `tests/cuda/sass.py`
+# with the name of a kernel shows the loops.
 NVCC = "13.0"
 TURNING = ", keys turn"  # the instances of a kernel that rotate keys
 MOST = {

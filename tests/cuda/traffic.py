@@ -115,7 +115,7 @@ CALLS = [
     Call("ladder_gather"),
     Call("rope_at_slots", sectors=1.8),
     Call("value_range"),
-    Call("outlier_degree", l2=1.15),
+    Call("outlier_degree", l2=1.25, why="the keys on either side of a warp's own"),
     Call("outlier_degree", FP32, dram=1.2, l2=1.25, why=NEIGHBOURS),
     Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection, compared with only 32 keys per head"),
     Call("build_prototypes", conflicts=49),
