@@ -413,23 +413,25 @@ __device__ inline void multiply_all(Products<kBlocks>& x, KeyTile<T, kPieces, kB
       for (int e = 0; e < 4; ++e) x[m][t][e] = 0.0f;
   terms.begin(x, key, left);
   const int pieces = static_cast<int>(row_bytes) / 16;
-  if (kWhole || pieces <= 4 * kPieces) {
+  if constexpr (kWhole) {
     multiply(x, keys, queries, pitch, pieces, 0);
-    return terms.end(x, key, left);
-  }
-  for (int part = 0; part * 4 * kPieces < pieces; ++part) {
-    keys.load(rows, left, pieces, part, wide);
-    if constexpr (kApart) {
-      Products<kBlocks> y = {};
-      multiply(y, keys, queries, pitch, pieces, part);
+  } else if (pieces <= 4 * kPieces) {
+    multiply(x, keys, queries, pitch, pieces, 0);
+  } else {
+    for (int part = 0; part * 4 * kPieces < pieces; ++part) {
+      keys.load(rows, left, pieces, part, wide);
+      if constexpr (kApart) {
+        Products<kBlocks> y = {};
+        multiply(y, keys, queries, pitch, pieces, part);
 #pragma unroll
-      for (int m = 0; m < kBlocks; ++m)
+        for (int m = 0; m < kBlocks; ++m)
 #pragma unroll
-        for (int t = 0; t < 2; ++t)
+          for (int t = 0; t < 2; ++t)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[m][t][e] += y[m][t][e];
-    } else {
-      multiply(x, keys, queries, pitch, pieces, part);
+            for (int e = 0; e < 4; ++e) x[m][t][e] += y[m][t][e];
+      } else {
+        multiply(x, keys, queries, pitch, pieces, part);
+      }
     }
   }
   terms.end(x, key, left);
