@@ -37,16 +37,16 @@ __device__ inline void copy_async(uint4* to, const void* from, bool there) {
 #endif
 }
 
-// Starts copying one piece of T as stored. Not kWide: from any address, and done when it returns.
+// Starts copying one piece of T as stored. Not kWide: from any address, and done when it returns. If the piece is not
+// `there`, it is 0.
 template <class T, bool kWide>
-__device__ inline void copy_piece(uint4* to, const char* from) {
+__device__ inline void copy_piece(uint4* to, const char* from, bool there = true) {
   if constexpr (!kWide) {
 #pragma unroll 2  // a whole piece at once would spill
-    for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
-  } else if constexpr (kPieceBytes<T> == 8) {
-    copy_async<8>(to, from, true);
+    for (int i = 0; i < kPieceBytes<T> / 4; ++i)
+      reinterpret_cast<unsigned*>(to)[i] = there ? load_word<T>(from + 4 * i) : 0;
   } else {
-    copy_async(to, from);
+    copy_async<kPieceBytes<T>>(to, from, there);
   }
 }
 

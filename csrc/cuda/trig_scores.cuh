@@ -9,8 +9,9 @@
 //   rows
 //     on the tensor cores, as in window.cuh. Each center is the sum of three 16-bit parts, which is as exact as fp32.
 //     A row of the product is one part of one of four heads, and rows are ordered such that a lane gets the three parts
-//     of one head for its keys and adds them itself. The same registers give the norms; their sums are exchanged within
-//     four lanes. Weights lie in shared memory; a block multiplies a long run of keys with them.
+//     of one head for its keys and adds them itself. The same registers give the norms |k_if|. Their sum is a product,
+//     too, of two tf32 parts of each norm with two of each weight: 22 bits of either. Weights lie in shared memory; a
+//     block multiplies a long run of keys with them.
 //   all others, fp32 among them (trig_scores_kernel): in fp32. A lane owns two units of a key that hold whole pairs
 //     (rope.cuh), so it needs no other lane's data until the end, when the lanes of a key add their parts. A lane group
 //     takes kTrigKeys keys at a time, so each center and norm, read through L1, serves that many keys. Four query heads
@@ -20,6 +21,7 @@
 // Which one runs depends on shapes alone, and so do the scores' bits.
 #pragma once
 #include "../ops/trig_scores.h"
+#include "async.cuh"
 #include "move.cuh"
 #include "rope.cuh"
 #include "window.cuh"
@@ -143,7 +145,7 @@ __global__ void __launch_bounds__(kTrigThreads, 1)
 // ---- On the tensor cores ----
 
 // Blocks per multiprocessor; code for sm_80 would spill registers with two.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if 0
 constexpr int kTrigBlocks = 1;
 #else
 constexpr int kTrigBlocks = 2;
@@ -151,21 +153,23 @@ constexpr int kTrigBlocks = 2;
 
 // The weights of `count` quads of query heads, in shared memory.
 struct TrigWeights {
-  int pitch;     // bytes between rows of centers: 64 more than a multiple of 128, see window.cuh
-  int slots;     // norms that a lane has of a key
-  int quads;     // of the group
-  int held;      // at a time
-  int per_quad;  // bytes: centers [16, pitch], row 8 t + 2 c + e: part 2 t + e of head c; norms [slots, 4 lanes, 4
-                 // heads]
+  int pitch;  // bytes between rows of centers: 64 more than a multiple of 128, see window.cuh
+  int slots;  // norms that a lane has of a key
+  int quads;  // of the group
+  int held;   // at a time
+  // Bytes of centers [16, pitch], row 8 t + 2 c + e: part 2 t + e of head c; norms [slots / 4, 32 lanes, 4], lane
+  // 8 c + 4 e + (0 ... 3): part e of head c.
+  int per_quad;
 
-  static TrigWeights of(const TrigScoresParams& p, int pieces) {
+  // Two blocks' weights and `ring` bytes of each should fit in a multiprocessor.
+  static TrigWeights of(const TrigScoresParams& p, int pieces, int ring) {
     TrigWeights x;
     const int width = static_cast<int>((p.d + 31) / 32 * 64);
     x.pitch = width % 128 ? width : width + 64;
     x.slots = p.pairs ? 4 * pieces : 0;
     x.quads = static_cast<int>((p.group + kTrigHeads - 1) / kTrigHeads);
-    x.per_quad = kTileRows * x.pitch + x.slots * 64;
-    x.held = std::min(x.quads, std::max(shared_memory() / 2 / x.per_quad, 1));
+    x.per_quad = kTileRows * x.pitch + x.slots * 128;
+    x.held = std::min(x.quads, std::max((shared_memory() / 2 - 1024 - ring) / x.per_quad, 1));
     return x;
   }
 };
@@ -207,8 +211,10 @@ __device__ inline void load_trig_weights(const TrigScoresParams& p, const TrigWe
     }
     float* const norms = reinterpret_cast<float*>(to + kTileRows * w.pitch);
     for (int j = lane; j < w.slots * 4; j += 32) {
-      const int f = frequency(j / 4, j % 4, p.interleaved);
-      norms[4 * j + c] = f < p.pairs ? __ldg(p.norms.row(b, head) + f) : 0.0f;
+      const int slot = j / 4, of_lane = 8 * c + j % 4, f = frequency(slot, j % 4, p.interleaved);
+      const float weight = f < p.pairs ? __ldg(p.norms.row(b, head) + f) : 0.0f, upper = tf32_part(weight);
+      norms[(slot / 4 * 32 + of_lane) * 4 + slot % 4] = upper;
+      norms[(slot / 4 * 32 + of_lane + 4) * 4 + slot % 4] = weight - upper;
     }
     if (lane == 0) units[i] = unit;
   }
@@ -230,13 +236,14 @@ __device__ inline void pair_norms(const uint4 (&raw)[kPieces], int pairs, bool i
       unpack<T>(raw[at], x);
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (16 * at + 4 * c < pairs) norms[4 * at + e] = pair_norm(x[2 * e], x[2 * e + 1]);
+        norms[4 * at + e] = 16 * at + 4 * c < pairs ? pair_norm(x[2 * e], x[2 * e + 1]) : 0.0f;
     }
     return;
   }
   const auto with_partners = [&](auto step) {  // a constant, so that no register is indexed at run time
     constexpr int kStep = decltype(step)::value;
-    if (half != kStep) return;
+#pragma unroll
+    for (int i = kPiece<T> * kStep; i < 4 * kPieces; ++i) norms[i] = 0.0f;
 #pragma unroll
     for (int at = 0; at < kStep; ++at) {
       float x[kPiece<T>], y[kPiece<T>];
@@ -246,20 +253,78 @@ __device__ inline void pair_norms(const uint4 (&raw)[kPieces], int pairs, bool i
       for (int e = 0; e < kPiece<T>; ++e) norms[kPiece<T> * at + e] = pair_norm(x[e], y[e]);
     }
   };
-  with_partners(Constant<1>{});
-  with_partners(Constant<2>{});
-  if constexpr (kPieces == 8) with_partners(Constant<4>{});
+  if (half == 1) return with_partners(Constant<1>{});
+  if (kPieces == 4 || half == 2) return with_partners(Constant<2>{});
+  with_partners(Constant<kPieces / 2>{});
 }
 
-// Lane c of four gets the sum over them of sums[c].
-__device__ inline float sum_of_own_head(const float (&sums)[kTrigHeads]) {
-  const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
-  float x[2];
+// x[2 i + e]: the sum over pairs of key i's norms and part e of lane c's head's weights. `weights`: as TrigWeights has
+// them.
+template <int kSlots>
+__device__ inline void multiply_norms(float (&x)[4], const float (&norms)[2][kSlots], const float* weights) {
+  const float4* const own = reinterpret_cast<const float4*>(weights) + threadIdx.x % 32;
+  float rest[4] = {};  // the products of the norms' second parts
 #pragma unroll
-  for (int i = 0; i < 2; ++i)
-    x[i] = (upper ? sums[2 + i] : sums[i]) + __shfl_xor_sync(kWarp, upper ? sums[i] : sums[2 + i], 2);
-  return (odd ? x[1] : x[0]) + __shfl_xor_sync(kWarp, odd ? x[0] : x[1], 1);
+  for (int at = 0; at < kSlots; at += 4) {
+    const float4 weight = own[8 * at];
+    float upper[2][4], lower[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        upper[i][e] = tf32_part(norms[i][at + e]);
+        lower[i][e] = norms[i][at + e] - upper[i][e];
+      }
+    mma_tf32(x, upper[0][0], upper[1][0], upper[0][1], upper[1][1], weight.x, weight.y);
+    mma_tf32(rest, lower[0][0], lower[1][0], lower[0][1], lower[1][1], weight.x, weight.y);
+    mma_tf32(x, upper[0][2], upper[1][2], upper[0][3], upper[1][3], weight.z, weight.w);
+    mma_tf32(rest, lower[0][2], lower[1][2], lower[0][3], lower[1][3], weight.z, weight.w);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) x[e] += rest[e];
 }
+
+// A warp's next 16 keys, on their way to shared memory while the warp multiplies those before. Each lane copies and
+// takes its own pieces.
+template <class T, int kPieces>
+struct NextKeys {
+  using Keys = KeyTile<T, kPieces, 1>;
+  static constexpr int kBytes = Keys::kOwn * kPieces * kTrigThreads * 16;
+  uint4* own;  // [kOwn, kPieces], kTrigThreads apart
+
+  // Starts copying keys [0, left) of `rows`; the rest, and what a row of `pieces` pieces does not have, is 0.
+  __device__ void fetch(const HeadRows& rows, int left, int pieces, bool wide) const {
+    if (wide)
+      fetch<true>(rows, left, pieces);
+    else
+      fetch<false>(rows, left, pieces);
+    end_copies();
+  }
+
+  template <bool kWide>
+  __device__ void fetch(const HeadRows& rows, int left, int pieces) const {
+    const int lane = threadIdx.x % 32, key = lane / 4, own_pieces = pieces - lane % 4;
+    HeadRows at = rows.from(key);
+    at.data += lane % 4 * kPieceBytes<T>;
+#pragma unroll
+    for (int i = 0; i < Keys::kOwn; ++i) {
+      const bool there = key + 8 * i < left;
+      const char* const row = at.row(8 * i, there);
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p)
+        copy_piece<T, kWide>(own + (i * kPieces + p) * kTrigThreads, row + 4 * kPieceBytes<T> * p,
+                             there && 4 * p < own_pieces);
+    }
+  }
+
+  __device__ void take(Keys& keys) const {
+    wait_for_copies<0>();
+#pragma unroll
+    for (int i = 0; i < Keys::kOwn; ++i)
+#pragma unroll
+      for (int p = 0; p < kPieces; ++p) keys.raw[i][p] = widen<T>(own[(i * kPieces + p) * kTrigThreads]);
+  }
+};
 
 template <class T, int kPieces, bool kPaged>
 __global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? kTrigBlocks : 1)
@@ -267,23 +332,31 @@ __global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? kTrigBlocks : 1)
   using Keys = KeyTile<T, kPieces, 1>;
   DYNAMIC_SHARED(char, held);
   float* const units = reinterpret_cast<float*>(held + w.held * w.per_quad);
+  const NextKeys<T, kPieces> next = {reinterpret_cast<uint4*>(units + w.held * kTrigHeads) + threadIdx.x};
   const int64_t split = blockIdx.x % splits.count, head = blockIdx.x / splits.count, b = head / p.heads;
   const int64_t h = head % p.heads;
   const int begin = static_cast<int>(split * splits.keys), end = static_cast<int>(min(begin + splits.keys, p.n));
   const int first = static_cast<int>(p.slots.first(b)), last = first + static_cast<int>(p.slots.count(b));
   const int c = threadIdx.x % 4, pieces = static_cast<int>(p.d) / kPiece<T>;
   const HeadRows rows = head_rows<kPaged, T>(p.k, b, h);
+  constexpr int kStep = kTrigThreads / 32 * Keys::kKeys;
+  const int begin_of_warp = begin + static_cast<int>(threadIdx.x) / 32 * Keys::kKeys;
+  const auto fetch = [&](int key) {
+    if (key < end) next.fetch(rows.from(key), min(end, last) - key, pieces, wide);
+  };
 
   for (int from = 0; from < w.quads; from += w.held) {
     const int count = min(w.held, w.quads - from);
+    fetch(begin_of_warp);
     __syncthreads();  // the weights before these are no longer read
     load_trig_weights<T>(p, w, b, h, from, count, held, units);
     __syncthreads();
 #pragma unroll 1
-    for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kTrigThreads / 32 * Keys::kKeys) {
+    for (int key = begin_of_warp; key < end; key += kStep) {
       Keys keys;
-      keys.load(rows.from(key), min(end, last) - key, pieces, 0, wide);
-      float norms[Keys::kOwn][4 * kPieces] = {};
+      next.take(keys);
+      fetch(key + kStep);
+      float norms[Keys::kOwn][4 * kPieces];
       if (w.slots)
 #pragma unroll
         for (int i = 0; i < Keys::kOwn; ++i)
@@ -293,27 +366,14 @@ __global__ void __launch_bounds__(kTrigThreads, kPieces == 4 ? kTrigBlocks : 1)
         const char* const weights = held + quad * w.per_quad;
         Products<1> x = {};
         multiply<T, kPieces>(x, keys, weights, w.pitch, pieces, 0);
-        float sums[Keys::kOwn][kTrigHeads] = {};
-        if (w.slots) {
-          const float4* const of = reinterpret_cast<const float4*>(weights + kTileRows * w.pitch) + c;
-#pragma unroll
-          for (int slot = 0; slot < 4 * kPieces; ++slot) {
-            const float4 weight = of[4 * slot];
-#pragma unroll
-            for (int i = 0; i < Keys::kOwn; ++i) {
-              sums[i][0] = fmaf(norms[i][slot], weight.x, sums[i][0]);
-              sums[i][1] = fmaf(norms[i][slot], weight.y, sums[i][1]);
-              sums[i][2] = fmaf(norms[i][slot], weight.z, sums[i][2]);
-              sums[i][3] = fmaf(norms[i][slot], weight.w, sums[i][3]);
-            }
-          }
-        }
+        float sums[2 * Keys::kOwn] = {};
+        if (w.slots) multiply_norms(sums, norms, reinterpret_cast<const float*>(weights + kTileRows * w.pitch));
         const int of_group = (from + quad) * kTrigHeads + c;
         const float unit = units[quad * kTrigHeads + c];
 #pragma unroll
         for (int i = 0; i < Keys::kOwn; ++i) {
           const float product = x[0][1][2 * i] + x[0][0][2 * i + 1] + x[0][0][2 * i];  // the smallest part first
-          const float score = fmaf(product, unit, w.slots ? sum_of_own_head(sums[i]) : 0.0f) * p.scale;
+          const float score = fmaf(product, unit, sums[2 * i + 1] + sums[2 * i]) * p.scale;
           const int slot = key + threadIdx.x % 32 / 4 + 8 * i;
           if (slot < end && of_group < p.group)
             p.scores[(head * p.group + of_group) * p.n + slot] =
@@ -335,12 +395,14 @@ inline bool pairs_within_lanes(const TrigScoresParams& p) {
 
 template <class T, int kPieces>
 inline void trig_products(const TrigScoresParams& p, cudaStream_t stream) {
-  const TrigWeights w = TrigWeights::of(p, kPieces);
+  constexpr int kRing = NextKeys<T, kPieces>::kBytes;
+  const TrigWeights w = TrigWeights::of(p, kPieces, kRing);
   const Splits splits = Splits::of(p.n, p.b * p.heads);
   const bool wide = aligned_rows(p.k, p.b, p.heads, p.n);
   with_pages<T>(p.k, [&](auto paged) {
     launch<trig_products_kernel<T, kPieces, paged>>(grid_of(p.b * p.heads * splits.count), kTrigThreads,
-                                                    w.held * (w.per_quad + 4 * kTrigHeads), stream, p, w, splits, wide);
+                                                    w.held * (w.per_quad + 4 * kTrigHeads) + kRing, stream, p, w,
+                                                    splits, wide);
   });
 }
 
