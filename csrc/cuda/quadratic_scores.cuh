@@ -9,16 +9,20 @@
 // 32 query heads, 131,072 keys and d = 128 they are 86 GFLOP in fp32. The blocks of a group's query heads run at the
 // same time, so that all but the first read the keys from L2.
 //
-// Keys are multiplied as in window.cuh: in registers, with 16 rows of U at a time from shared memory. 16-bit keys use
-// the tensor cores, exactly enough for an exponent: a row of U is the sum of three bf16 parts for bf16 keys, or of two
-// fp16 parts for fp16 keys, scaled to fp16's range by a power of two per row. fp32 keys are multiplied in fp32. Rows of
-// U are ordered such that the products a lane receives belong to channels whose keys it already holds: it multiplies
-// them together in registers, and four lanes add their sums at the end. A row of U that needs more than 128 fp32 or 256
-// 16-bit channels is multiplied part by part, the key's own channels last, which then lie in registers.
+// Keys are held as in window.cuh: in registers, and multiplied with 16 rows of U at a time from shared memory. 16-bit
+// keys use the tensor cores, exactly enough for an exponent: a row of U is the sum of three bf16 parts for bf16 keys,
+// or of two fp16 parts for fp16 keys, scaled to fp16's range by a power of two per row. fp32 keys are multiplied in
+// fp32. A row of U that needs more than 128 fp32 or 256 16-bit channels is multiplied part by part, the key's own
+// channels last, which then lie in registers.
+//
+// On the tensor cores, unlike in window.cuh, the rows of U are the rows of the product and 8 keys are its columns. Two
+// words of a key, which lie side by side as they were loaded, are one operand. U is packed once per call, in the order
+// of the other, so no registers are moved. The products of 16 rows with 8 keys then meet two transposed words of each
+// of these keys. In fp32, rows of U are ordered such that the products a lane receives belong to channels whose keys it
+// holds. For d = 128, 32 keys take 480 mma.sync and 960 other instructions (nvcc 13.0, sm_90a).
 //
 // A block holds one head's U in shared memory, chunk after chunk if it does not fit; the scores carry the sums from one
 // chunk to the next. Grid: x runs over (batch, head, split, query head of the group); no result depends on the splits.
-//
 #pragma once
 #include "../ops/quadratic_scores.h"
 #include "async.cuh"
@@ -28,7 +32,10 @@
 namespace kvops {
 namespace {
 
-constexpr int kQuadraticThreads = 256, kQuadraticWarps = kQuadraticThreads / 32;
+// U leaves shared memory for one block per multiprocessor, whose warps must hide each other's latencies: as many as have
+// enough registers.
+template <class T, int kPieces>
+constexpr int kQuadraticWarps = kHoldsRows<T, kPieces> ? 12 : 8;
 
 // How U is stored for keys of T: the number of parts of each row, and the tiles of 16 rows per four pieces of a key.
 template <class T>
@@ -48,7 +55,7 @@ __device__ inline int channel_of_row(int row) {
 struct PackedU {
   int tiles;         // of 16 rows
   int row_bytes;     // a multiple of 64
-  int pitch;         // bytes between rows in shared memory: 64 more than a multiple of 128, see window.cuh
+  int pitch;         // fp32: bytes between rows in shared memory, 64 more than a multiple of 128, see window.cuh
   int chunk;         // tiles that a block holds at a time
   int64_t heads;     // Hq, or b * Hq
   int64_t per_head;  // bytes: [tiles, parts, 16, row_bytes]
@@ -59,8 +66,8 @@ struct PackedU {
     const int64_t columns = (p.d + 4 * kPiece<T> - 1) / (4 * kPiece<T>);
     x.tiles = static_cast<int>(columns) * kUTiles<T>;
     x.row_bytes = static_cast<int>(64 * columns);
-    x.pitch = x.row_bytes % 128 ? x.row_bytes : x.row_bytes + 64;
-    // A tile of 16-bit keys of d > 992 takes 99 KB, all that a block has on the smallest cards.
+    x.pitch = sizeof(T) < 4 || x.row_bytes % 128 ? x.row_bytes : x.row_bytes + 64;
+    // A tile of 16-bit keys of d > 992 takes 96 KiB, all that a block has on the smallest cards.
     const int tile_bytes = x.pitch * kTileRows * kUParts<T>, most = std::max((shared_memory() - 1024) / tile_bytes, 1);
     const int chunks = (x.tiles + most - 1) / most;  // of about equal size
     x.chunk = (x.tiles + chunks - 1) / chunks;
@@ -75,8 +82,18 @@ struct RowFactors {
   float unit, mean;
 };
 
+// Where a tile has element j of row `row`, in bytes: fp32 row by row; 16-bit numbers where the lanes of a warp find them
+// as operand A of mma.cuh, [step, half, 32 lanes, 4 registers]. A step is 32 channels. A lane of c = l % 4 multiplies
+// words 2 half and 2 half + 1 of piece 4 step + c of a key.
+template <class T>
+__device__ inline int place_in_tile(int row, int j, int row_bytes) {
+  if constexpr (sizeof(T) == 4) return row * row_bytes + 4 * j;
+  const int step = j / 32, c = j % 32 / 8, word = j % 8 / 2, lane = row % 8 * 4 + c;
+  return (((2 * step + word / 2) * 32 + lane) * 4 + word % 2 * 2 + row / 8) * 4 + j % 2 * 2;
+}
+
 struct QuadraticMemory {
-  char* packed;         // [heads, tiles, parts, 16, row_bytes]
+  char* packed;         // [heads, tiles, parts, 16 * row_bytes]
   RowFactors* factors;  // [heads, tiles * 16]
 
   QuadraticMemory(const PackedU& u, Sections& sections)
@@ -108,25 +125,47 @@ __global__ void __launch_bounds__(256)
     unit = half_unit(largest);
   }
   const float down = 1 / unit;
-  char* const to = memory.packed + head * u.per_head +
-                   (int64_t{row / kTileRows} * kUParts<T> * kTileRows + row % kTileRows) * u.row_bytes;
+  char* const to = memory.packed + head * u.per_head + int64_t{row / kTileRows} * kUParts<T> * kTileRows * u.row_bytes;
   for (int j = lane; j < u.row_bytes / static_cast<int>(sizeof(E)); j += 32) {
     float rest = entry(j) * down;
 #pragma unroll
     for (int part = 0; part < kUParts<T>; ++part) {
       const E rounded = from_float<E>(rest);
-      reinterpret_cast<E*>(to + part * kTileRows * u.row_bytes)[j] = rounded;
+      *reinterpret_cast<E*>(to + part * kTileRows * u.row_bytes + place_in_tile<T>(row % kTileRows, j, u.row_bytes)) =
+          rounded;
       rest -= to_float(rounded);
     }
   }
   if (lane == 0) memory.factors[index] = {unit, c < d ? static_cast<float>(scale * p.mean.row(b, query)[c]) : 0.0f};
 }
 
+// x[i][e]: adds the products of row l / 4 + 8 (e / 2) of a tile's part with part `of` of key 8 i + 2 (l % 4) + e % 2 of
+// the warp, up to step `last`.
+template <class T, int kPieces, int kBlocks>
+__device__ inline void multiply_rows(float (&x)[2 * kBlocks][4], const KeyTile<T, kPieces, kBlocks>& keys,
+                                     const char* tile, int last, int of) {
+  const uint4* const operands = reinterpret_cast<const uint4*>(tile) + of * kPieces * 64 + threadIdx.x % 32;
+#pragma unroll
+  for (int p = 0; p < kPieces; ++p) {
+    if (of * kPieces + p > last) break;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 a = operands[(2 * p + half) * 32];
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks; ++i) {
+        const uint4 key = keys.raw[i][p];
+        mma<Value<T>>(x[i], a.x, a.y, a.z, a.w, half ? key.z : key.x, half ? key.w : key.y);
+      }
+    }
+  }
+}
+
 template <class T, int kPieces, bool kPaged>
-__global__ void __launch_bounds__(kQuadraticThreads, 1)
+__global__ void __launch_bounds__(32 * kQuadraticWarps<T, kPieces>, 1)
     quadratic_scores_kernel(QuadraticScoresParams p, PackedU u, QuadraticMemory memory, Splits splits, bool wide) {
   using Keys = KeyTile<T, kPieces>;
-  constexpr int kOwn = Keys::kOwn, kBlocks = Keys::kBlocks, kParts = kUParts<T>;
+  constexpr int kOwn = Keys::kOwn, kBlocks = Keys::kBlocks, kParts = kUParts<T>, kWarps = kQuadraticWarps<T, kPieces>;
+  constexpr bool kTensor = sizeof(T) < 4, kWhole = kHoldsRows<T, kPieces>;
   DYNAMIC_SHARED(char, held);  // [chunk, kParts, 16, pitch]
   const int64_t query = blockIdx.x % p.group, split = blockIdx.x / p.group % splits.count;
   const int64_t head = blockIdx.x / p.group / splits.count, b = head / p.heads, h = head % p.heads;
@@ -137,12 +176,12 @@ __global__ void __launch_bounds__(kQuadraticThreads, 1)
   const HeadRows rows = head_rows<kPaged, T>(p.k, b, h);
   float* const scores = p.scores + (head * p.group + query) * p.n;
   const int64_t packed = (head * p.group + query) % u.heads;
-  const RowFactors* const factors = memory.factors + packed * u.tiles * kTileRows + lane % 4 * 2;
+  const RowFactors* const factors = memory.factors + packed * u.tiles * kTileRows + (kTensor ? lane / 4 : lane % 4 * 2);
 
   for (int from = 0; from < u.tiles; from += u.chunk) {
     const int count = min(u.chunk, u.tiles - from), of_row = u.row_bytes / 16;
     __syncthreads();  // the previous chunk is done
-    for (int i = threadIdx.x; i < count * kParts * kTileRows * of_row; i += kQuadraticThreads)
+    for (int i = threadIdx.x; i < count * kParts * kTileRows * of_row; i += 32 * kWarps)
       copy_async(
           reinterpret_cast<uint4*>(held + i / of_row * u.pitch) + i % of_row,
           memory.packed + packed * u.per_head + int64_t{from} * kParts * kTileRows * u.row_bytes + int64_t{16} * i);
@@ -151,62 +190,103 @@ __global__ void __launch_bounds__(kQuadraticThreads, 1)
     __syncthreads();  // the chunk is loaded
 
 #pragma unroll 1
-    for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kQuadraticWarps * Keys::kKeys) {
+    for (int key = begin + threadIdx.x / 32 * Keys::kKeys; key < end; key += kWarps * Keys::kKeys) {
       const int left = min(end, last) - key;
       const HeadRows own = rows.from(key);
       Keys keys;
-      if (parts == 1) keys.load(own, left, pieces, 0, wide);
-      float sums[kOwn] = {};
-#pragma unroll 1
-      for (int tile = from; tile < from + count; ++tile) {
-        const int step = tile / kUTiles<T>, part = step / kPieces;
-        Products<kBlocks> x = {};
-        for (int of = 0; of <= part; ++of) {
-          if (parts > 1) keys.load(own, left, pieces, of, wide);
+      if (kWhole || parts == 1) keys.load(own, left, pieces, 0, wide);
+      // Of the tensor cores: sums[2 i + e] is of key 8 i + 2 (l % 4) + e; in fp32 sums[i] is of key l / 4 + 8 i.
+      float sums[kTensor ? 2 * kOwn : kOwn] = {};
+      const auto add_tile = [&](int tile) {
+        const int step = tile / kUTiles<T>;
+        const auto multiply_parts = [&](const auto& fn) {  // fn(part of U, part of the keys)
+          for (int of = 0; of <= step / kPieces; ++of) {
+            if (!kWhole && parts > 1) keys.load(own, left, pieces, of, wide);
 #pragma unroll
-          for (int i = 0; i < kParts; ++i)
-            multiply<T, kPieces>(x, keys, held + ((tile - from) * kParts + i) * kTileRows * u.pitch, u.pitch,
-                                 min(pieces, 4 * (step + 1)), of);
-        }
-        // This lane's channels of the tile: elements 4 (tile % kUTiles) to that + 3 of piece `step` of its keys.
-        RowFactors factor[2][2];
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) factor[t][e] = factors[tile * kTileRows + 8 * t + e];
-#pragma unroll
-        for (int i = 0; i < kOwn; ++i) {
-          uint4 piece{};
-#pragma unroll
-          for (int at = 0; at < kPieces; ++at) {  // masks: an index or a branch would move the keys to memory
-            const unsigned mask = at == step % kPieces ? ~0u : 0u;
-            piece.x |= keys.raw[i][at].x & mask;
-            piece.y |= keys.raw[i][at].y & mask;
-            piece.z |= keys.raw[i][at].z & mask;
-            piece.w |= keys.raw[i][at].w & mask;
+            for (int i = 0; i < kParts; ++i) fn(held + ((tile - from) * kParts + i) * kTileRows * u.pitch, of);
           }
-          float value[kPiece<T>];
-          unpack<T>(piece, value);
+        };
+        if constexpr (kTensor) {
+          float x[kOwn][4] = {};
+          multiply_parts([&](const char* rows, int of) { multiply_rows(x, keys, rows, step, of); });
+          const RowFactors factor[2] = {factors[tile * kTileRows], factors[tile * kTileRows + 8]};
+#pragma unroll
+          for (int i = 0; i < kOwn; ++i) {
+            unsigned words[2] = {};  // that have this tile's channels of the lane's keys
+#pragma unroll
+            for (int at = 0; at < 2 * kPieces; ++at) {  // masks: an index or a branch would move the keys to memory
+              const unsigned mask = at == tile % (2 * kPieces) ? ~0u : 0u;
+              const uint4 piece = keys.raw[i][at / 2];
+              words[0] |= (at % 2 ? piece.z : piece.x) & mask;
+              words[1] |= (at % 2 ? piece.w : piece.y) & mask;
+            }
+#pragma unroll
+            for (int t = 0; t < 2; ++t) {
+              const unsigned values = transpose_matrix(words[t]);  // of channel l / 4 and keys 2 (l % 4) + e
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const float value = to_float(Value<T>{static_cast<uint16_t>(e ? values >> 16 : values & 0xffffu)});
+                sums[2 * i + e] = fmaf(value, fmaf(x[i][2 * t + e], factor[t].unit, factor[t].mean), sums[2 * i + e]);
+              }
+            }
+          }
+        } else {
+          Products<kBlocks> x = {};
+          multiply_parts([&](const char* rows, int of) {
+            multiply<T, kPieces>(x, keys, rows, u.pitch, min(pieces, 4 * (step + 1)), of);
+          });
+          // This lane's channels of the tile are piece `step` of its keys.
+          RowFactors factor[2][2];
 #pragma unroll
           for (int t = 0; t < 2; ++t)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float product = fmaf(x[i / 2][t][2 * (i % 2) + e], factor[t][e].unit, factor[t][e].mean);
-              const int channel = 2 * t + e;
-              sums[i] = fmaf(kUTiles<T> == 2 && tile % 2 ? value[(channel + 4) % kPiece<T>] : value[channel], product,
-                             sums[i]);
-            }
-        }
-      }
-      // Of the four lanes that share keys, lane c continues with key l / 4 + 8 c.
-      float sum = 0;
+            for (int e = 0; e < 2; ++e) factor[t][e] = factors[tile * kTileRows + 8 * t + e];
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i) {
-        const float all = lanes_sum<4>(sums[i]);
-        if (lane % 4 == i) sum = all;
+          for (int i = 0; i < kOwn; ++i) {
+            uint4 piece{};
+#pragma unroll
+            for (int at = 0; at < kPieces; ++at) {
+              const unsigned mask = at == step % kPieces ? ~0u : 0u;
+              piece.x |= keys.raw[i][at].x & mask;
+              piece.y |= keys.raw[i][at].y & mask;
+              piece.z |= keys.raw[i][at].z & mask;
+              piece.w |= keys.raw[i][at].w & mask;
+            }
+            float value[kPiece<T>];
+            unpack<T>(piece, value);
+#pragma unroll
+            for (int t = 0; t < 2; ++t)
+#pragma unroll
+              for (int e = 0; e < 2; ++e)
+                sums[i] = fmaf(value[2 * t + e],
+                               fmaf(x[i / 2][t][2 * (i % 2) + e], factor[t][e].unit, factor[t][e].mean), sums[i]);
+          }
+        }
+      };
+      if constexpr (kWhole) {
+#pragma unroll
+        for (int tile = 0; tile < kPieces * kUTiles<T>; ++tile)
+          if (from <= tile && tile < from + count) add_tile(tile);
+      } else {
+#pragma unroll 1
+        for (int tile = from; tile < from + count; ++tile) add_tile(tile);
       }
-      const int j = key + lane / 4 + lane % 4 * 8;
-      if (lane % 4 < kOwn && j < end) {
+      float sum = 0;
+      int of_warp;  // the key that this lane writes
+      if constexpr (kTensor) {
+        constexpr int kSame = 4 / kOwn;  // lanes that have the same sum
+        sum = rows_sum<8, 4>(sums);
+        of_warp = lane / 4 % kSame ? Keys::kKeys : lane / (8 * kSame) * 8 + lane % 4 * 2 + lane / (4 * kSame) % 2;
+      } else {
+#pragma unroll
+        for (int i = 0; i < kOwn; ++i) {
+          const float all = lanes_sum<4>(sums[i]);
+          if (lane % 4 == i) sum = all;
+        }
+        of_warp = lane / 4 + lane % 4 * 8;
+      }
+      const int j = key + of_warp;
+      if (of_warp < Keys::kKeys && j < end) {
         const float score = from ? scores[j] + sum : sum;
         scores[j] = first <= j && j < last && is_finite(score) ? score : CUDART_NAN_F;
       }
@@ -234,7 +314,7 @@ inline void quadratic_scores_cuda(const QuadraticScoresParams& p, void* workspac
     const auto score = [&](auto pieces) {
       with_pages<T>(p.k, [&](auto paged) {
         launch<quadratic_scores_kernel<T, decltype(pieces)::value, paged>>(
-            grid_of(heads * splits.count), kQuadraticThreads, int64_t{u.chunk} * kUParts<T> * kTileRows * u.pitch,
+            grid_of(heads * splits.count), 32 * kQuadraticWarps<T, decltype(pieces)::value>, int64_t{u.chunk} * kUParts<T> * kTileRows * u.pitch,
             stream, p, u, memory, splits, wide);
       });
     };

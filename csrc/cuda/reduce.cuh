@@ -5,11 +5,11 @@
 namespace kvops {
 namespace {
 
-// Every lane gets what `op` makes of its group of kLanes neighbouring lanes. All lanes combine in the same order.
-template <int kLanes, class T, class Op>
+// Every lane gets what `op` makes of its group of kLanes lanes, kStride apart. All lanes combine in the same order.
+template <int kLanes, int kStride = 1, class T, class Op>
 __device__ inline T lanes_reduce(T x, const Op& op) {
 #pragma unroll
-  for (int step = kLanes / 2; step; step /= 2) x = op(x, __shfl_xor_sync(kWarp, x, step));
+  for (int step = kLanes / 2; step; step /= 2) x = op(x, __shfl_xor_sync(kWarp, x, kStride * step));
   return x;
 }
 template <int kLanes, class T>
@@ -20,11 +20,11 @@ __device__ inline T lanes_sum(T x) {
 // The sums (or whatever `op` combines) of N rows over the kLanes lanes that share them, all at once: in each step half
 // of the rows go to each half of the lanes, until each lane has one row. Lane l of the group gets that of row l /
 // (kLanes / N).
-template <int kLanes, int N, class T, class Op>
+template <int kLanes, int kStride = 1, int N, class T, class Op>
 __device__ inline T rows_reduce(T (&x)[N], const Op& op) {
 #pragma unroll
   for (int left = N / 2; left; left /= 2) {
-    const int step = kLanes / N * left;
+    const int step = kStride * (kLanes / N) * left;
     const bool upper = threadIdx.x & step;
 #pragma unroll
     for (int i = 0; i < left; ++i) {
@@ -32,11 +32,11 @@ __device__ inline T rows_reduce(T (&x)[N], const Op& op) {
       x[i] = op(mine, __shfl_xor_sync(kWarp, other, step));
     }
   }
-  return lanes_reduce<kLanes / N>(x[0], op);
+  return lanes_reduce<kLanes / N, kStride>(x[0], op);
 }
-template <int kLanes, int N>
+template <int kLanes, int kStride = 1, int N>
 __device__ inline float rows_sum(float (&x)[N]) {
-  return rows_reduce<kLanes>(x, [](float a, float b) { return a + b; });
+  return rows_reduce<kLanes, kStride>(x, [](float a, float b) { return a + b; });
 }
 
 }  // namespace
