@@ -18,7 +18,7 @@ __device__ inline float exp2_fast(float x) {
 #endif
 }
 
-// The square root to within an ulp, in an eighth of sqrtf's instructions; 0 where x is subnormal.
+// The square root to within an ulp, in one instruction; 0 where x is subnormal.
 __device__ inline float sqrt_fast(float x) {
 #ifdef __CUDACC__
   float y;

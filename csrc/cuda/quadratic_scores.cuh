@@ -32,8 +32,8 @@
 namespace kvops {
 namespace {
 
-// U leaves shared memory for one block per multiprocessor, whose warps must hide each other's latencies: as many as have
-// enough registers.
+// U leaves shared memory for one block per multiprocessor, whose warps must hide each other's latencies: as many as
+// have enough registers.
 template <class T, int kPieces>
 constexpr int kQuadraticWarps = kHoldsRows<T, kPieces> ? 12 : 8;
 
@@ -82,9 +82,9 @@ struct RowFactors {
   float unit, mean;
 };
 
-// Where a tile has element j of row `row`, in bytes: fp32 row by row; 16-bit numbers where the lanes of a warp find them
-// as operand A of mma.cuh, [step, half, 32 lanes, 4 registers]. A step is 32 channels. A lane of c = l % 4 multiplies
-// words 2 half and 2 half + 1 of piece 4 step + c of a key.
+// Where a tile has element j of row `row`, in bytes: fp32 row by row; 16-bit numbers where the lanes of a warp find
+// them as operand A of mma.cuh, [step, half, 32 lanes, 4 registers]. A step is 32 channels. A lane of c = l % 4
+// multiplies words 2 half and 2 half + 1 of piece 4 step + c of a key.
 template <class T>
 __device__ inline int place_in_tile(int row, int j, int row_bytes) {
   if constexpr (sizeof(T) == 4) return row * row_bytes + 4 * j;
@@ -314,8 +314,8 @@ inline void quadratic_scores_cuda(const QuadraticScoresParams& p, void* workspac
     const auto score = [&](auto pieces) {
       with_pages<T>(p.k, [&](auto paged) {
         launch<quadratic_scores_kernel<T, decltype(pieces)::value, paged>>(
-            grid_of(heads * splits.count), 32 * kQuadraticWarps<T, decltype(pieces)::value>, int64_t{u.chunk} * kUParts<T> * kTileRows * u.pitch,
-            stream, p, u, memory, splits, wide);
+            grid_of(heads * splits.count), 32 * kQuadraticWarps<T, decltype(pieces)::value>,
+            int64_t{u.chunk} * kUParts<T> * kTileRows * u.pitch, stream, p, u, memory, splits, wide);
       });
     };
     if constexpr (sizeof(T) < 4) {

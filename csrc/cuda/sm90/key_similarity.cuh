@@ -84,22 +84,13 @@ inline bool last_similar_hopper(const KeySimilarityParams& p, const KVView& keys
                                 const float* inverses, Spared* spared, cudaStream_t stream) {
   if (!serves(dtype, p.d, rows)) return false;
   const int64_t heads = p.b * p.heads, blocks = (p.n + kBlockKeys - 1) / kBlockKeys;
-  bool served = false;
-  with_element(dtype, [&](auto element) {
-    using T = decltype(element);
-    with_head_dim(p.d, [&](auto dim) {
-      constexpr int kDim = decltype(dim)::value;
-      TensorMap own, others;
-      if (!tensor_map<T>(own, keys, 1, heads, rows, kRows) ||
-          !tensor_map<T>(others, keys, 1, heads, rows, kPanelRows<kDim>))
-        return;
-      launch<last_similar_sm90_kernel<T, kDim>>(grid_of(heads * blocks), kThreads, PanelsShared<kDim>::kBytes + 1024,
-                                                stream, own, others, p, rows, inverses, spared,
-                                                static_cast<int>(blocks));
-      served = true;
-    });
+  const MappedRows packed = {keys, 1, heads, rows};
+  return with_panels(dtype, p.d, packed, packed, [&](auto element, auto dim, const auto& own, const auto& others) {
+    constexpr int kDim = decltype(dim)::value;
+    launch<last_similar_sm90_kernel<decltype(element), kDim>>(grid_of(heads * blocks), kThreads,
+                                                              PanelsShared<kDim>::kBytes + 1024, stream, own, others, p,
+                                                              rows, inverses, spared, static_cast<int>(blocks));
   });
-  return served;
 }
 
 }  // namespace

@@ -116,5 +116,29 @@ struct Panels {
   }
 };
 
+// [batch, heads, rows, d], of which a tensor map is made.
+struct MappedRows {
+  KVView view;
+  int64_t batch, heads, rows;
+};
+
+// Calls fn(T{}, d as a constant, tensor maps of the keys and of the panels' rows). Returns false, without calling it,
+// if a map cannot be made.
+template <class Fn>
+inline bool with_panels(DType dtype, int64_t d, const MappedRows& keys, const MappedRows& others, const Fn& fn) {
+  bool made = false;
+  with_element(dtype, [&](auto element) {
+    using T = decltype(element);
+    with_head_dim(d, [&](auto dim) {
+      TensorMap own, panels;
+      made =
+          tensor_map<T>(own, keys.view, keys.batch, keys.heads, keys.rows, kRows) &&
+          tensor_map<T>(panels, others.view, others.batch, others.heads, others.rows, kPanelRows<decltype(dim)::value>);
+      if (made) fn(element, dim, own, panels);
+    });
+  });
+  return made;
+}
+
 }  // namespace
 }  // namespace kvops::sm90

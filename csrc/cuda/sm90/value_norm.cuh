@@ -55,22 +55,13 @@ inline bool query_head_norms_hopper(const ValueNormParams& p, float* norms, cuda
   if (!serves(p.dtype, p.dv, p.n) || p.hidden == 0) return false;
   const int64_t query_heads = p.heads * p.group, blocks = (p.n + kBlockKeys - 1) / kBlockKeys;
   const KVView w_o{const_cast<char*>(p.w_o), 0, p.v.row_bytes, p.w_stride, p.v.row_bytes};
-  bool served = false;
-  with_element(p.dtype, [&](auto element) {
-    using T = decltype(element);
-    with_head_dim(p.dv, [&](auto dim) {
-      constexpr int kDim = decltype(dim)::value;
-      TensorMap values, weights;
-      if (!tensor_map<T>(values, p.v, p.b, p.heads, p.n, kRows) ||
-          !tensor_map<T>(weights, w_o, 1, query_heads, p.hidden, kPanelRows<kDim>))
-        return;
-      launch<query_head_norms_sm90_kernel<T, kDim>>(grid_of(p.b * query_heads * blocks), kThreads,
-                                                    PanelsShared<kDim>::kBytes + 1024, stream, values, weights, p,
-                                                    norms, static_cast<int>(blocks));
-      served = true;
-    });
+  const MappedRows values = {p.v, p.b, p.heads, p.n}, weights = {w_o, 1, query_heads, p.hidden};
+  return with_panels(p.dtype, p.dv, values, weights, [&](auto element, auto dim, const auto& own, const auto& others) {
+    constexpr int kDim = decltype(dim)::value;
+    launch<query_head_norms_sm90_kernel<decltype(element), kDim>>(grid_of(p.b * query_heads * blocks), kThreads,
+                                                                  PanelsShared<kDim>::kBytes + 1024, stream, own,
+                                                                  others, p, norms, static_cast<int>(blocks));
   });
-  return served;
 }
 
 }  // namespace
