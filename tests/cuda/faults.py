@@ -243,12 +243,33 @@ FAULTS = {
         "min(pieces, 4 * step)",
         "test_narrow_and_wide_rows",
     ),
+    "quadratic_scores leaves out the diagonal's step on the tensor cores": Fault(
+        "quadratic_scores",
+        "quadratic_scores.cuh",
+        "of * kPieces + p > last",
+        "of * kPieces + p >= last",
+        "test_narrow_and_wide_rows",
+    ),
     "trig_scores scores one slot too many": Fault(
         "trig_scores",
         "trig_scores.cuh",
         "there && is_finite(score)",
         "slot <= last && is_finite(score)",
         "test_padded_rows_score_as_if_alone",
+    ),
+    "trig_scores takes keys that have not arrived": Fault(
+        "trig_scores",
+        "trig_scores.cuh",
+        "wait_for_copies<0>();",
+        "",
+        "test_dtypes_and_head_dims",
+    ),
+    "trig_scores leaves out the norms' second parts": Fault(
+        "trig_scores",
+        "trig_scores.cuh",
+        "x[e] += rest[e];",
+        "",
+        "test_dtypes_and_head_dims",
     ),
     "key_similarity multiplies before a panel is loaded": Fault(
         "key_similarity",

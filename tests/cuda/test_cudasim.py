@@ -319,6 +319,12 @@ def test_tensor_cores(build, bf16, transposed):
 
 
 @pytest.mark.full
+def test_tensor_cores_of_tf32(build):
+    x, said = run(build("plain"), "tf32_cores")
+    assert not said and x == [1] * 32 + [-1] * 32
+
+
+@pytest.mark.full
 def test_races_are_found(build):
     for name in ("broadcast", "warp_synchronous", "last_block", "matrix_of_others"):
         said = under("thread", build("thread", broken=True), name)

@@ -142,6 +142,23 @@ __global__ void tensor_cores(int* x) {
   }
   x[lane] = ok;
 }
+// The same with operands of tf32, whose remaining bits must not count.
+__global__ void tf32_cores(int* x) {
+  const int lane = threadIdx.x, r = lane / 4, c = lane % 4;
+  const auto a = [](int i, int k) { return (3 * i + 5 * k) % 7 - 3; };
+  const auto b = [](int k, int j) { return (2 * k + 3 * j) % 5 - 2; };
+  const auto stored = [](int value) { return __uint_as_float(__float_as_uint(float(value)) | 0x1fff); };
+  float d[4] = {1, 2, 3, 4};
+  cudasim::mma_m16n8k8_tf32(d, {stored(a(r, c)), stored(a(r + 8, c)), stored(a(r, c + 4)), stored(a(r + 8, c + 4))},
+                            {stored(b(c, r)), stored(b(c + 4, r))});
+  int ok = 1;
+  for (int e = 0; e < 4; ++e) {
+    int right = e + 1;
+    for (int k = 0; k < 8; ++k) right += a(r + e / 2 * 8, k) * b(k, 2 * c + e % 2);
+    ok &= d[e] == float(right);
+  }
+  x[lane] = ok;
+}
 __global__ void half_a_tensor_core(int* x) {
   float d[4] = {};
   cudasim::mma_m16n8k16("f16", d, {}, {});
@@ -289,6 +306,7 @@ const char* run_tensor_cores(int* x, int type, int transposed) {
   if (transposed) RUN((tensor_cores<0, 1>), 1, 32, 0, x);
   RUN((tensor_cores<0, 0>), 1, 32, 0, x);
 }
+const char* run_tf32_cores(int* x) { RUN(tf32_cores, 1, 32, 0, x); }
 const char* run_half_a_tensor_core(int* x) { RUN(half_a_tensor_core, 1, 16, 0, x); }
 const char* run_unaligned_matrix(int* x) { RUN(unaligned_matrix, 1, 16, 0, x); }
 const char* run_matrix_of_others(int* x) { RUN(matrix_of_others, 1, 32, 0, x); }
