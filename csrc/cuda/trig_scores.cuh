@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kTrigThreads, 1)
 // ---- On the tensor cores ----
 
 // Blocks per multiprocessor; code for sm_80 would spill registers with two.
-#if 0
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr int kTrigBlocks = 1;
 #else
 constexpr int kTrigBlocks = 2;
