@@ -340,7 +340,8 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             gradients: With gradients=True: [b, t], the norms of the gradients of the step's rows.
 
         Raises:
-            RuntimeError: No prompt has been attended yet.
+            RuntimeError: No prompt has been attended yet; or the cache has evicted, and its tokens are more than a
+                chunk.
             ValueError: `first` is not among the tokens.
         """
         if self._ragged is not None:
@@ -353,6 +354,11 @@ class RepeatingCache(AttendingCache, kind="repeat"):
             )
         if not 0 <= first < self.seen:
             raise ValueError(f"{self.name}: first must be one of the {self.seen} tokens of the prompt, got {first}")
+        if len(self) < self.seen and self.seen > self.policy.chunk:
+            raise RuntimeError(
+                f"{self.name}: after an eviction one pass scores all slots, because those of a chunk are not known: "
+                f"repeating() expected chunk >= {self.seen}, the tokens seen, got {self.policy.chunk}"
+            )
         seen, self._first, self._gradients = self.seen, first, gradients
         try:
             yield

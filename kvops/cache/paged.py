@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -158,17 +158,35 @@ class PagedCache:
         self.num_pages, self.by_head, self.storage = num_pages, by_head, storage
         self._rows = kv_heads if by_head else 1  # rows per request in a kernel call
 
-        def per_layer(d: int) -> list[Tensor]:
+        def pages(d: int) -> Tensor:
             shape = num_pages, 1 if by_head else kv_heads, page_size, d + extra(storage)
             kind = dtype if storage is None else STORED[storage]
-            made = torch.empty(1 if by_head else num_layers, *shape, dtype=kind, device=device)
-            return list(made.expand(num_layers, *shape).unbind())
+            return torch.empty(1 if by_head else num_layers, *shape, dtype=kind, device=device)
 
-        self.k, self.v = map(per_layer, dims.values())
+        self._set_pages(*map(pages, dims.values()))
         self._free = list(range(num_pages - 1, -1, -1))
         self._requests: dict[int, Request] = {}
         self._joined = 0
         self._step: Step | None = None
+
+    def _set_pages(self, k: Tensor, v: Tensor) -> None:
+        """Take the pages of all layers, [1 or num_layers, num_pages, ...]."""
+        self._pages = k, v
+        self.k, self.v = (list(x.expand(self.num_layers, *x.shape[1:]).unbind()) for x in (k, v))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and deepcopy: without the layers' views of the pages, which pickle would give memory of their
+        own."""
+        return {name: x for name, x in vars(self).items() if name not in ("k", "v")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_pages(*self._pages)
+
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "PagedCache: copy.copy would share the pages, but not which of them are free; use copy.deepcopy"
+        )
 
     def __repr__(self) -> str:
         requests = self._requests.values()

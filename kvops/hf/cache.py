@@ -430,6 +430,8 @@ class KVCache(DynamicCache):
                 frozen = layer.cache.frozen
                 layer.reset()
                 layer.cache.frozen = frozen
+        if not self.get_seq_length():
+            self.stages = []
 
     def freeze(self) -> None:
         """Stop evicting until `reset`: the compressed prompt stays as it is, and all later tokens are kept."""

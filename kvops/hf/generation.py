@@ -60,10 +60,12 @@ def lookahead(
         rows, first = len(logits), cache.evicting_layers[0].cache
         repeated = attention_mask.repeat_interleave(rows // len(attention_mask), 0)  # once for each beam
         cache.conversation.check_mask(repeated, rows, first.seen, 0, first.padding)
-    cache.stages = [Stage("prefill", _held(cache))]
+    stages = [Stage("prefill", _held(cache))]
     if not cache.evicting_layers:
+        cache.stages = stages
         return  # KVCache has warned about it
     draft = copy.copy(cache)
+    draft.stages = stages
     draft.layers = [
         layer.with_cache(_stages(layer).draft()) if isinstance(layer, EvictingLayer) else copy.deepcopy(layer)
         for layer in cache.layers
@@ -75,11 +77,11 @@ def lookahead(
     else:
         ends = [] if eos_token_id is None else [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id)
         lengths = decode_greedily(model, draft, logits, mask, ends, cache.policy.steps)
-    cache.stages.append(Stage("lookahead", _held(cache, draft)))
+    stages.append(Stage("lookahead", _held(cache, draft)))
     for layer, drafted in zip(cache.layers, draft.layers):
         if isinstance(layer, EvictingLayer) and isinstance(drafted, EvictingLayer):
             _stages(layer).evict(drafted.cache, lengths)
-    cache.stages.append(Stage("decode", _held(cache)))
+    cache.stages = [*stages, Stage("decode", _held(cache))]
 
 
 def _stages(layer: EvictingLayer) -> LookaheadCache:
@@ -113,9 +115,10 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
             f"repeat: input_ids must be the prompts that the cache has read, expected {seen} tokens, got "
             f"{list(input_ids.shape)}; with inputs_embeds there are none to repeat"
         )
-    cache.stages = [Stage("prefill", _held(cache))]
+    stages = [Stage("prefill", _held(cache))]
     layers = cache.evicting_layers
     if not layers:
+        cache.stages = stages
         return  # KVCache has warned about it
     mask = _mask_of(cache, input_ids) if attention_mask is None else attention_mask
     if mask is None:
@@ -126,6 +129,7 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
         ids = repeat_ids(cache.policy, input_ids, valid, first)
         every = torch.cat((mask, mask.new_ones(ids.shape)), 1)
         reading = copy.copy(cache)  # layers that do not evict cannot all forget
+        reading.stages = stages
         reading.layers = [x if isinstance(x, EvictingLayer) else copy.deepcopy(x) for x in cache.layers]
         positions = (every.cumsum(1) - 1)[:, -ids.shape[1] :]
         gradients: list[Tensor | None] = [None] * len(layers)
@@ -138,7 +142,7 @@ def repeat(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, *, attenti
             passes.enter_context(passing_inputs(model, cache.policy))
             model(ids, attention_mask=every, position_ids=positions, logits_to_keep=1, **{CACHE: reading})
     evict_repeated([_repeating(layer) for layer in layers])
-    cache.stages.append(Stage("decode", _held(cache)))
+    cache.stages = [*stages, Stage("decode", _held(cache))]
 
 
 def repeat_prompts(tokenizer: Any) -> dict[str, tuple[int, ...]]:

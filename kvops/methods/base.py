@@ -259,6 +259,10 @@ class Policy:
             object.__setattr__(self, "w_o", tuple(self.w_o))
         self.check()
 
+    def __deepcopy__(self, memo: object) -> Policy:
+        """Settings never change, and some are a model's weights: copies of a cache share them."""
+        return self
+
     @property
     def needs(self) -> Needs:
         """What the rule needs. Classes declare it as an attribute, or as a property if it depends on settings."""

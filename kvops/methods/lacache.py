@@ -129,8 +129,10 @@ class LaCache(Policy):
 
     def select(self, view: View) -> Tensor:
         layer, num_layers = view.layer_and_count(self.name)
-        view.state["plan"] = plan = lacache_plan(view.n, **self.plan_settings(num_layers, view.n))
-        return plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
+        plan = lacache_plan(view.n, **self.plan_settings(num_layers, view.n))
+        indices = plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
+        view.state["plan"] = plan, indices
+        return indices
 
     def evict(self, view: View) -> Tensor | None:
         layer, num_layers = view.layer_and_count(self.name)
@@ -140,8 +142,9 @@ class LaCache(Policy):
         plan = lacache_plan(view.n, **settings, state=view.state.get("ladder"))
         if not plan.passes:
             return None
-        view.state.update(ladder=plan.state, plan=plan)
-        return plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
+        indices = plan.indices(layer, view.keys.device).expand(view.rows, view.heads, -1)
+        view.state.update(ladder=plan.state, plan=(plan, indices))
+        return indices
 
     def _evict_rows(self, view: View, layer: int, num_layers: int) -> Tensor | None:
         """Evicts each row of a padded batch by its own plan, which needs only values on the host."""
@@ -170,9 +173,10 @@ class LaCache(Policy):
     def move(self, view: View, indices: Tensor, out: Out = None) -> tuple[Tensor, Tensor]:
         """Moves by closed form instead of by indices, and rotates the keys to their new slots.
 
-        Rows with plans of their own move by indices.
+        Rows with plans of their own move by indices, and so do slots that others chose (`Cache.keep`).
         """
-        if view.starts is not None:
+        plan, planned = view.state.get("plan", (None, None))
+        if view.starts is not None or indices is not planned:
             return super().move(view, indices, out)
         rope, (layer, _) = view.rope, view.layer_and_count(self.name)
         k: Any = view.k
@@ -181,7 +185,7 @@ class LaCache(Policy):
         if rope is not None:
             options = {"inv_freq": rope.inv_freq.to(k.device), "interleaved": rope.interleaved}
         view.rope = None
-        *parts, last = view.state["plan"].parts()
+        *parts, last = plan.parts()
         if out is IN_PLACE:
             for part in (*parts, last):
                 k, v = ladder_compact_(k, v, plan=part, layer=layer, **options)

@@ -1,5 +1,7 @@
 """PagedCache: requests join, grow, are evicted and leave, each with the same results as alone in dense memory."""
 
+import copy
+import pickle
 import random
 import re
 from itertools import pairwise
@@ -466,6 +468,31 @@ def test_positions_of_a_step():
     with pytest.raises(ZeroDivisionError), cache.step([a, b], [3, 2]) as now:
         assert now.positions.tolist() == [[30, 31, 32], [4, 5, 6]]
         _ = 1 / 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deep", "pickled"])
+@pytest.mark.parametrize("by_head", [False, True])
+def test_copies(copied, by_head):
+    """They share nothing, and their layers share their pages as the original's do."""
+    cache = paged(kvops.SnapKV(8, window=4), by_head=by_head)
+    text = Text(3, 40)
+
+    def read(cache, start, end):
+        outs = []
+        with cache.step([1], end - start) as now:
+            for layer in range(LAYERS):
+                outs.append(now.attend(layer, *(x[None, :, start:end] for x in text.layers[layer])))
+        return torch.stack(outs)
+
+    cache.join(30)
+    read(cache, 0, 20)
+    twin = copied(cache)
+    assert (twin.k[0].data_ptr() == twin.k[1].data_ptr()) is by_head
+    assert len({x.untyped_storage().data_ptr() for x in (*twin.k, *cache.k)}) == 2
+    for start, end in ((20, 30), (30, 31), (31, 32)):
+        assert torch.equal(read(cache, start, end), read(twin, start, end))
+    with pytest.raises(TypeError, match="use copy.deepcopy"):
+        copy.copy(cache)
 
 
 def test_repr_says_what_the_cache_holds():

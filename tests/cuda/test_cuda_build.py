@@ -175,9 +175,11 @@ MOST_IN_PAGES = {  # the same kernels on pages
     "rope_at_slots_kernel": (110.5, 23),
     "similarity_kernel": (136.5, 53.5),
 }
-MOST_OF_PRODUCTS = {  # per HMMA, a product of 16 keys with 8 rows and 16 channels; dense and in pages
+MOST_OF_PRODUCTS = {  # per HMMA, a product of 16 rows with 8 columns; dense and in pages
     "last_similar_kernel": (7.9, 4.8),
+    "quadratic_scores_kernel": (4.3, 3.1),
     "query_head_norms_kernel": (3.4, 3.4),
+    "trig_products_kernel": (8.5, 8.2),
     "window_scores_kernel": (53.4, 5.4),
     "window_sums_kernel": (69.4, 9),
 }

@@ -189,6 +189,24 @@ def test_a_block_and_a_loop_of_ones_own_give_the_same():
         assert torch.equal(torch.cat(said, 1), expected[:, 60:])
 
 
+@torch.no_grad()
+def test_a_failed_pass_and_an_emptied_cache_are_as_before(monkeypatch):
+    model = use_attention(make_model())
+    ids, _ = make_prompts(40)
+    cache, _ = prefilled(model, replace(POLICY, budget=100), ids)
+    with monkeypatch.context() as failing:
+        failing.setattr(kvops.hf.generation, "evict_repeated", lambda caches: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            kvops.hf.repeat(model, cache, ids)
+    assert not cache.stages
+    kvops.hf.repeat(model, cache, ids)
+    cache.crop(-40)
+    assert not cache.stages
+    model(ids, past_key_values=cache)
+    with pytest.raises(RuntimeError, match="kvops.KVzip evicts in its repeat only"):
+        model(ids[:, :1], past_key_values=cache)
+
+
 def test_refusals():
     model = use_attention(make_model())
     ids, _ = make_prompts(40)

@@ -1,6 +1,7 @@
 """Attention Matching against its formula in fp64: the scores, the biases, the values; and in caches."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -256,7 +257,7 @@ def test_a_second_fit_counts_the_biases():
     """What was compacted before, kept whole by further passes, answers as before."""
     cache, _ = compacted()
     wide = copy.deepcopy(cache)
-    object.__setattr__(wide.policy, "budget", 1000)
+    wide.policy = replace(wide.policy, budget=1000)
     q, (ks, vs) = kit.randn(2, 6, 10, 16), kit.kv(2, 2, 10, 16, dv=8, seed=2)
     cache.attend(q, ks, vs), wide.attend(q, ks, vs)
     passes = kit.randn(2, 6, 50, 16, seed=7), *kit.kv(2, 2, 50, 16, dv=8, seed=8)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops.methods.repeating import repeat_ids
+from kvops.methods.select import gather_rows
 from test_methods import assert_best, assert_moved, fp64
 
 pytestmark = kit.every_device
@@ -222,6 +223,31 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was():
     assert torch.equal(cache.positions, kvops.kvzip_compress(k, v, q, 12, k_repeat=own).indices)
     with pytest.raises(RuntimeError, match="got a cache without one"), kvops.Cache(kvops.KVzip(12)).repeating(0):
         pass
+
+
+def test_passes_over_a_cache_that_has_evicted():
+    """They score all its slots, or raise: which slots a chunk of tokens has is not known."""
+    k, v, q, own = make(n=60, t=60, dv=16)
+    for chunk in (30, 60):
+        cache = feed(kvops.KVzip(12, chunk=chunk), k[:, :, :30], v[:, :, :30], kit.randn(2, 6, 30, 16), [30])
+        with cache.repeating(0):
+            cache.attend(q[:, :, :30], own[:, :, :30], own[:, :, :30])
+        cache.evict()
+        first = cache.positions
+        cache.attend(q[:, :, :30], k[:, :, 30:], v[:, :, 30:])
+        if chunk == 30:
+            for at in (0, 30):
+                with pytest.raises(RuntimeError, match="expected chunk >= 60, the tokens seen, got 30"):
+                    cache.repeating(at).__enter__()
+            assert len(cache) == 42
+            continue
+        with cache.repeating(0):
+            cache.attend(q, own, own)
+        cache.evict()
+        every = torch.cat((first, torch.arange(30, 60, device=k.device).expand(2, k.shape[1], -1)), 2)
+        stored = gather_rows(k, every), gather_rows(v, every)
+        chosen = kvops.kvzip_compress(*stored, q, 12, k_repeat=own, chunk=60).indices
+        assert torch.equal(cache.positions, every.gather(2, chosen))
 
 
 def test_a_prompt_within_the_budget_is_kept():

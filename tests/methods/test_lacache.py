@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import kit
 import kvops
 from kvops import ops
+from kvops.methods.select import gather_rows
 from kvops.ops import reference
 from kvops.ops.ladder import COMPACTIONS, MAX_PASSES, PATTERNS, Ladder, LadderState, decode_plan
 
@@ -561,6 +562,27 @@ def test_crop_back_to_the_last_eviction():
     assert kit.same((cache.k, cache.v, cache.positions), (want.k, want.v, want.positions))
     with pytest.raises(ValueError, match="cannot crop"):
         cache.crop(30)
+
+
+@pytest.mark.parametrize("compaction", COMPACTIONS)
+@pytest.mark.parametrize("positions", ["original", "slots"])
+def test_slots_that_the_caller_keeps(positions, compaction):
+    """Other slots than those of the last plan, before and after the first one."""
+    policy = kvops.LaCache(30, span=2, overlap=0, sinks=2, positions=positions, compaction=compaction)
+    k, v = kit.kv(1, 2, 300, 16)
+    for prompt in (20, 60):
+        cache = kvops.Cache(policy, layer=1, num_layers=4)
+        cache.append(k[:, :, :prompt], v[:, :, :prompt])
+        cache.freeze()
+        cache.append(k[:, :, prompt : prompt + 1], v[:, :, prompt : prompt + 1])
+        cache.frozen = False
+        kept = cache.positions[:, :, 3:-2]
+        cache.keep(torch.arange(3, len(cache) - 2, device=k.device))
+        assert torch.equal(cache.positions, kept)
+        for at in range(prompt + 1, 300):
+            assert len(cache) <= 30
+            assert torch.equal(cache.v, gather_rows(v, cache.positions))
+            cache.append(k[:, :, at : at + 1], v[:, :, at : at + 1])
 
 
 def test_objects_refuse():

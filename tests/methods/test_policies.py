@@ -1,6 +1,7 @@
 """Every method is one policy: the tests walk the table of methods, and test shared behaviour once."""
 
 import ast
+import copy
 import dataclasses
 import importlib.metadata
 import inspect
@@ -116,6 +117,14 @@ def call_of(policy, q):
 
 
 # The table
+
+
+def test_copies_share_the_settings():
+    """They never change, and some are a model's weights."""
+    w_o = kit.randn(32, 64)
+    policy = kvops.CriticalKV(64, window=16, w_o=w_o)
+    cache = copy.deepcopy(kvops.Cache(policy))
+    assert cache.policy is policy and cache.policy.w_o[0].data_ptr() == w_o.data_ptr()
 
 
 def test_the_table_names_every_policy_that_is_exported():
