@@ -316,7 +316,9 @@ class Cache:
 
         Raises:
             RuntimeError: The cache is empty.
-            ValueError: The policy protects the prompt, the heads already differ in length, or the policy has not
+            TypeError: `slots` is not a tensor.
+            ValueError: `slots` has another shape, dtype or device, or on the CPU values that are out of range or do not
+                ascend. Or the policy protects the prompt, the heads already differ in length, or the policy has not
                 remembered all tokens, because the cache was frozen.
         """
         if self._ragged is not None:
@@ -329,6 +331,16 @@ class Cache:
                     f"{self.name}: keep() expected {name!r} of all {len(self)} tokens, got those of {known}; a frozen "
                     "cache does not remember them"
                 )
+        k = self._not_empty().k
+        if not isinstance(slots, Tensor):
+            raise TypeError(f"{self.name}: keep() expected slots as a torch.Tensor, got {type(slots).__name__}")
+        fits = slots.dim() in (1, 3) and all(x in (1, y) for x, y in zip(slots.shape[:-1], k.shape))
+        if not fits or slots.dtype != torch.int64 or slots.device != k.device:
+            raise ValueError(
+                f"{self.name}: keep() expected slots as torch.int64 [m] or [{k.shape[0]}, {k.shape[1]}, m] on "
+                f"{k.device}, got {slots.dtype} {list(slots.shape)} on {slots.device}"
+            )
+        check_kept(f"{self.name}: slots", slots, len(self), self.policy.ragged, self.pads is not None)
         with self.undone_on_error():
             view = self._stored()
             self._keep(slots.expand(view.rows, view.heads, -1), view)
@@ -659,10 +671,14 @@ class Cache:
                 if name in view.state:
                     view.state[name] = self._in_columns(self._ragged, columns, view.state[name])
             return view
+        self._settle()
+        return self._view(*self._not_empty().first(self._length), self.pads, self.seen, new=new)
+
+    def _not_empty(self) -> Memory:
+        """Return the memory of a cache that holds tokens."""
         if self._memory is None:
             raise RuntimeError(f"{self.name}: expected a cache with tokens, got an empty one; call append() first")
-        self._settle()
-        return self._view(*self._memory.first(self._length), self.pads, self.seen, new=new)
+        return self._memory
 
     def _k_and_v(self) -> tuple[Tensor, Tensor]:
         """Return K and V of the stored slots. The tensors that `append` returned stay valid."""
@@ -746,6 +762,9 @@ class Cache:
 
         If heads may differ in length, -1 is last in those that keep fewer.
         """
+        if not type(self.policy).__module__.startswith("kvops."):  # those ascend, and a check takes a third of a step
+            who = f"{self.name}: the slots that evict() keeps"
+            check_kept(who, indices, view.n, self.policy.ragged, view.starts is not None)
         view.inputs = view.reference = None  # the rule has run, and an eviction in place keeps the view
         if isinstance(view, RoundedView):
             view.decide_by(None, None)
@@ -956,6 +975,27 @@ def check_rounding(who: str, storage: str, policy: Policy, rope: Rope | None) ->
         )
     if rope is not None:
         raise ValueError(f"{who}: storage={storage!r} is for caches without rope=, expected None, got a kvops.Rope")
+
+
+def check_kept(who: str, slots: Tensor, n: int, ragged: bool, padded: bool) -> None:
+    """Check that slots to keep, int64 [.., m], lie in [0, n) and ascend. Values on the GPU are not read back.
+
+    ragged: They may be -1 anywhere, for none. padded: They may be -1 before the others.
+    """
+    if not slots.numel() or not slots.is_cpu or torch.compiler.is_compiling():
+        return
+    before, after, least = slots[..., :-1], slots[..., 1:], -1 if ragged or padded else 0
+    if ragged:
+        before = before.cummax(-1).values
+    ascends = after > before
+    if least < 0:
+        ascends |= after < 0 if ragged else before < 0
+    if not ascends.all():
+        at = tuple((~ascends).nonzero()[0].tolist())
+        raise ValueError(f"{who} must ascend without repeats, got {int(after[at])} after {int(before[at])}")
+    low, high = (int(x) for x in slots.aminmax())
+    if low < least or high >= n:
+        raise ValueError(f"{who} must lie in [{least}, {n}), got {low if low < least else high}")
 
 
 def check_tokens(who: str, k: Tensor) -> None:

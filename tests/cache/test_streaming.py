@@ -738,3 +738,61 @@ def test_errors_of_the_operators_change_nothing(policy):
             cache.append(wrong_k, wrong_v)
         assert len(cache) == cache.seen == 0 and cache.k is None
     assert_same_state(feed(cache, k, v, [20]), feed(kvops.Cache(policy), k, v, [20]))
+
+
+@dataclass(frozen=True, eq=False)
+class Unsorted(kvops.Policy):
+    """Keeps `slots` of more than 30."""
+
+    slots: tuple = ()
+
+    def evict(self, view):
+        if view.n <= 30:
+            return None
+        return torch.tensor(self.slots, device=view.k.device).expand(view.rows, view.heads, -1)
+
+
+WRONG_SLOTS = [
+    ([3, 2, 4], "must ascend without repeats, got 2 after 3"),
+    ([0, 1, 1], "must ascend without repeats, got 1 after 1"),
+    ([0, 31], r"must lie in \[0, 31\), got 31"),
+    ([-1, 2], r"must lie in \[0, 31\), got -1"),
+]
+
+
+@kit.only("cpu")  # values on a GPU are not read back
+@pytest.mark.parametrize("policy", [kvops.KeyDiff(31), kvops.LagKV(64, 0.5), kvops.Full()], ids=repr)
+def test_slots_that_the_caller_keeps_must_ascend(policy):
+    k, v = make_kv()
+    cache = feed(kvops.Cache(policy), k[:, :, :31], v[:, :, :31], [30])
+    state = copy.deepcopy(cache)
+    shape = r"keep\(\) expected slots as torch.int64 \[m\] or \[2, 2, m\] on cpu, got"
+    for slots, message in [
+        *((torch.tensor(x), f"slots {y}") for x, y in WRONG_SLOTS),
+        (torch.tensor([[[0, 1], [0, 1]], [[0, 1], [1, 0]]]), "slots must ascend without repeats, got 0 after 1"),
+        (torch.arange(3, dtype=torch.int32), f"{shape} torch.int32 .3."),
+        (torch.zeros(2, 3, dtype=torch.int64), f"{shape} torch.int64 .2, 3."),
+        (torch.zeros(3, 2, 4, dtype=torch.int64), f"{shape} torch.int64 .3, 2, 4."),
+    ]:
+        with pytest.raises(ValueError, match=f"{policy.name}: {message}"):
+            cache.keep(slots)
+        assert_same_state(cache, state)
+    with pytest.raises(TypeError, match=rf"{policy.name}: keep\(\) expected slots as a torch.Tensor, got list"):
+        cache.keep([0, 1])
+    assert_same_state(feed(cache, k, v, [], first=31), feed(state, k, v, [], first=31))
+    with pytest.raises(RuntimeError, match=f"{policy.name}: expected a cache with tokens, got an empty one"):
+        kvops.Cache(policy).keep(torch.arange(1))
+
+
+@kit.only("cpu")
+def test_slots_that_a_policy_keeps_must_ascend():
+    k, v = make_kv()
+    for slots, message in WRONG_SLOTS:
+        cache = feed(kvops.Cache(Unsorted(slots=tuple(slots))), k[:, :, :30], v[:, :, :30], [29])
+        state = copy.deepcopy(cache)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"Unsorted: the slots that evict\(\) keeps {message}"):
+                cache.append(k[:, :, 30:31], v[:, :, 30:31])
+            assert_same_state(cache, state)
+    cache = feed(kvops.Cache(Unsorted(slots=(2, 3, 30))), k[:, :, :31], v[:, :, :31], [30])
+    assert cache.positions.tolist() == [[[2, 3, 30]] * 2] * 2
