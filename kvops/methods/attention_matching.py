@@ -216,7 +216,7 @@ class AttentionMatching(RepeatPolicy):
         self._observe(view, passes[..., :-1], passes[..., -1].float(), logits)
 
     def remember(self, view: View) -> None:
-        new = torch.zeros(view.rows, view.heads, view.new, device=view.keys.device)
+        new = torch.zeros(view.rows, view.heads, view.new, dtype=torch.float32, device=view.keys.device)
         before = view.state.get(KEY_BIAS)
         view.state[KEY_BIAS] = new if before is None else torch.cat((before, new), 2)
 

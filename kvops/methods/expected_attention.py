@@ -79,7 +79,7 @@ class ExpectedAttention(CalibratedPolicy):
         usable = logits > -torch.inf  # neither a sink nor NaN
         # In fp64: the rounding of an fp32 sum would depend on the number of slots that are not valid.
         weights = torch.where(usable, logits, -torch.inf).softmax(-1, dtype=torch.float64).float()
-        weights = torch.where(usable, weights, torch.where(logits.isnan(), torch.nan, 0.0))
+        weights = torch.where(usable, weights, torch.where(logits.isnan(), logits, 0.0))
         expected = weights.unflatten(1, (view.heads, -1)).mean(2)
         if not self.value_norm:
             return expected

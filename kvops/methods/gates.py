@@ -375,7 +375,9 @@ def _trained(x: Tensor, y: Tensor, width: int, sinks: int, group: int, seed: int
         return _trained_beside_sinks(x, y, width, sinks, group, random)
     (mean, std), (y_mean, y_std) = _moments(x), _moments(y)
     sizes = (width, x.shape[1]), (width,), (y.shape[1], width), (y.shape[1],)
-    maps = [torch.randn(s, generator=random) / math.sqrt(s[1]) if len(s) == 2 else torch.zeros(s) for s in sizes]
+    maps = [torch.zeros(s, dtype=torch.float32) for s in sizes]
+    for w in maps[::2]:
+        w.normal_(generator=random).div_(math.sqrt(w.shape[1]))
     target = ((y.double() - y_mean) / y_std).float()
     _train(maps, x, mean, std, target, random)
     w1, b1, w2, b2 = (w.detach().double() for w in maps)
@@ -390,10 +392,14 @@ def _trained_beside_sinks(
     """The tensors of an attention to sinks. Its keys have no bias, so the hidden states keep their means."""
     (size, heads), scale = (x.shape[1], y.shape[1]), x.double().square().mean(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.inf)
-    rows = heads * group * width
-    w_q, w_k = (torch.randn(n, size, generator=random) / math.sqrt(size) for n in (rows, heads * width))
-    k_base = torch.randn(heads, 1, sinks, width, generator=random)  # unlike zeros, sinks that can learn to differ
-    maps = [w_q, torch.zeros(rows), w_k, torch.ones(width), torch.ones(width), k_base, torch.zeros(heads, 1, group)]
+    rows, norm = heads * group * width, (width,)
+    sizes = (rows, size), (rows,), (heads * width, size), norm, norm, (heads, 1, sinks, width), (heads, 1, group)
+    w_q, _, w_k, q_norm, k_norm, k_base, _ = maps = [torch.zeros(s, dtype=torch.float32) for s in sizes]
+    for w in (w_q, w_k):
+        w.normal_(generator=random).div_(math.sqrt(size))
+    for w in (q_norm, k_norm):
+        w.fill_(1.0)
+    k_base.normal_(generator=random)  # unlike zeros, sinks that can learn to differ
     _train(maps, x, torch.zeros_like(scale), scale, y.float(), random)
     maps[0], maps[2] = (torch.where(scale < torch.inf, w / scale, 0.0) for w in (maps[0].detach(), maps[2].detach()))
     return [w.detach().float().cpu() for w in maps]

@@ -215,7 +215,7 @@ class LagKV(Policy):
         b, heads, count, lag = scores.shape
         scores = scores.nan_to_num(-torch.inf)
         ranks = places(scores.transpose(1, 2).flatten(2)).view(b, count, heads, lag).transpose(1, 2)
-        stays = torch.ones(b, heads, view.n, device=scores.device)
+        stays = torch.ones(b, heads, view.n, dtype=torch.float32, device=scores.device)
         stays[:, :, prefix : prefix + count * lag] = (ranks < heads * self.kept).flatten(2).float()
         tokens = stays.sum(-1, dtype=torch.int32)
         return select_topk(stays, k=int(tokens.max()), budgets=tokens) if tokens.numel() else all_slots(view)

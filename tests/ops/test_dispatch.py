@@ -417,6 +417,19 @@ def test_the_default_dtype_has_no_say(default_dtype):
     x = calls.inputs(0, n=300, d=40, dv=64)
     rows, limit = x.q, 40
     ones = torch.ones(2, 3, 300)
+    statistics = kit.query_statistics(1, 12, 40)
+    hidden, learned = x.k[0, 0], x.v[0, 0, :, :2]
+
+    def matched():
+        """A cache whose prompt of 6 tokens is matched, and a step."""
+        steps = [(rows, x.k[:, :, i : i + 6], x.v[:, :, i : i + 6]) for i in (0, 6, 12)]
+        cache = kvops.Cache(kvops.AttentionMatching(4))
+        cache.attend(*steps[0])
+        with cache.repeating(0):
+            cache.attend(*steps[1])
+        cache.evict()
+        return [cache.attend(*steps[2]), cache.k, cache.v, cache.state["key_bias"]]
+
     everything = {
         **{name: lambda call=call: call(x.map(torch.clone)) for name, call in calls.CALLS.items()},
         "h2o": lambda: kvops.h2o_compress(x.k, x.v, rows, limit),
@@ -424,6 +437,7 @@ def test_the_default_dtype_has_no_say(default_dtype):
         "tova": lambda: kvops.tova_compress(x.k, x.v, rows[:, :, -1:], limit),
         "l2": lambda: kvops.l2_compress(x.k, x.v, limit, starts=x.starts, recent=0.2, head_mode="shared"),
         "l2, whole": lambda: kvops.l2_compress(x.k, x.v, limit, layer=0),
+        "lagkv, adaptive": lambda: kvops.LagKV(8, 0.5, head_mode="adaptive").compress(x.k, x.v),
         "lagkv, l2, whole": lambda: kvops.lagkv_compress(x.k, x.v, 8, 0.5, sinks=2, score="l2", layer=0),
         "keydiff, median": lambda: kvops.keydiff_compress(x.k, x.v, limit, anchor="median", metric="dot"),
         "snapkv": lambda: kvops.snapkv_compress(x.k, x.v, rows, limit, pooling="avg", starts=x.starts),
@@ -434,6 +448,11 @@ def test_the_default_dtype_has_no_say(default_dtype):
         "protokv": lambda: kvops.protokv_compress(x.k, x.v, rows, limit),
         "protokv, lsh": lambda: kvops.protokv_compress(x.k, x.v, rows, limit, clusters="lsh"),
         "satkv": lambda: kvops.satkv_compress(x.k, x.v, limit, 4),
+        "attentionmatching": matched,
+        "expectedattention": lambda: kvops.expectedattention_compress(x.k, x.v, limit, statistics=statistics),
+        "triattention": lambda: kvops.triattention_compress(x.k, x.v, 160, statistics=statistics),
+        "fit_gates": lambda: kvops.fit_gates([hidden], [learned], width=8).layers[0],
+        "fit_gates, sinks": lambda: kvops.fit_gates([hidden], [learned], width=4, sinks=2).layers[0],
         "recall": lambda: [kvops.recall(x.k, rows, rows[:, :, :2], limit)],
         "head_budgets": lambda: [kvops.head_budgets(ones, limit)],
         "attention": lambda: kvops.attention(rows, x.k, x.v, starts=x.starts)[:2],
