@@ -187,7 +187,7 @@ def draw(settings: CacheSettings, n: int, seed: Sequence[int]) -> tuple[Tensor, 
     shape = settings.layers, settings.heads
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(*size, generator=rng)
+        return torch.randn(*size, generator=rng, dtype=torch.float32)
 
     places = positions(settings, n, rng)
     needles = torch.zeros(n, dtype=torch.bool)
@@ -202,7 +202,7 @@ def draw(settings: CacheSettings, n: int, seed: Sequence[int]) -> tuple[Tensor, 
         odd = places if settings.distinct else places[settings.needles :]
         cluster = normal(*shape, 1, settings.dim).expand(-1, -1, len(odd), -1)
         free = normal(*shape, len(odd), settings.dim)
-        clustered = (needles[odd] * settings.clustering).unsqueeze(-1)
+        clustered = (needles[odd].float() * settings.clustering).unsqueeze(-1)
         keys[:, :, odd] = around(shared[:, :, odd], settings.needle_cosine, mixed(clustered, cluster, free))
     scales = (settings.channels * normal(*shape, 1, settings.dim)).exp()
     keys = keys * settings.dim**0.5
@@ -210,19 +210,22 @@ def draw(settings: CacheSettings, n: int, seed: Sequence[int]) -> tuple[Tensor, 
     values = normal(*shape, n, settings.dim)
     values[:, :, needles] *= settings.value_length
 
+    def constant(value: float, size: int) -> Tensor:
+        return torch.full((size,), value, dtype=torch.float32)
+
     def queries(rows: int, probability: Tensor, before: Tensor, newest: float = 0.0) -> Tensor:
         """Queries that look for needles with a probability; all tokens are before `before`. [layers, Hq, rows, d]."""
         heads = settings.heads * settings.group
         found = pick(needles, before, settings.focus, probability.expand(heads, -1), newest, rng)  # [Hq, rows, focus]
         return look_for(keys, found, mean, settings)
 
-    asked = torch.full((n,), float(settings.overlap_before))
+    asked = constant(settings.overlap_before, n)
     asked[-WINDOW:] = settings.overlap
     if settings.overlap_last >= 0:
         asked[-1] = settings.overlap_last
     q = queries(n, asked, torch.arange(1, n + 1))
-    response = queries(RESPONSE, torch.ones(RESPONSE), torch.full((RESPONSE,), n), settings.recency)
-    draft = queries(DRAFT, torch.full((DRAFT,), float(settings.draft)), torch.full((DRAFT,), n), settings.recency)
+    response = queries(RESPONSE, constant(1.0, RESPONSE), torch.full((RESPONSE,), n), settings.recency)
+    draft = queries(DRAFT, constant(settings.draft, DRAFT), torch.full((DRAFT,), n), settings.recency)
     inverse = scales.repeat_interleave(settings.group, 1)
     return keys * scales, values, q / inverse, response / inverse, draft / inverse, needles
 
@@ -233,7 +236,7 @@ def positions(settings: CacheSettings, n: int, rng: torch.Generator) -> Tensor:
     sizes = torch.tensor([settings.run_length] * runs + [1] * settings.distractors)
     spare = n - WINDOW - int(sizes.sum())
     order = torch.randperm(len(sizes), generator=rng)  # of the runs and distractors along the prompt
-    gaps = torch.rand(len(sizes), generator=rng).sort().values.mul(spare + 1).long()
+    gaps = torch.rand(len(sizes), generator=rng, dtype=torch.float32).sort().values.mul(spare + 1).long()
     starts = torch.empty_like(sizes)
     starts[order] = gaps + sizes[order].cumsum(0) - sizes[order]
     tokens = (starts[:runs, None] + torch.arange(settings.run_length)).flatten()[: settings.needles]
@@ -243,7 +246,7 @@ def positions(settings: CacheSettings, n: int, rng: torch.Generator) -> Tensor:
 def slow(knots: Tensor, n: int) -> Tensor:
     """Directions that change slowly: unit vectors [..., n, d], linear between the knots [..., any, d]."""
     count = knots.shape[-2]
-    at = torch.linspace(0, count - 1, n)
+    at = torch.linspace(0, count - 1, n, dtype=torch.float32)
     left = at.floor().long().clamp(max=max(0, count - 2))
     right = (left + 1).clamp(max=count - 1)
     knots = normalize(knots, dim=-1)
@@ -253,7 +256,7 @@ def slow(knots: Tensor, n: int) -> Tensor:
 
 def mixed(fraction: float | Tensor, one: Tensor, other: Tensor) -> Tensor:
     """Unit vectors whose squared length is a fraction of the first, if the two are orthogonal."""
-    f = torch.as_tensor(fraction)
+    f = torch.as_tensor(fraction, dtype=torch.float32)
     return normalize(f.sqrt() * normalize(one, dim=-1) + (1 - f).sqrt() * normalize(other, dim=-1), dim=-1)
 
 
@@ -277,8 +280,8 @@ def pick(
         rng: the random numbers.
     """
     heads, rows = probability.shape
-    which, where = torch.rand(2, heads, rows, 1, generator=rng)
-    at = torch.rand(heads, rows, focus, generator=rng)
+    which, where = torch.rand(2, heads, rows, 1, generator=rng, dtype=torch.float32)
+    at = torch.rand(heads, rows, focus, generator=rng, dtype=torch.float32)
     before = before[:, None]
     ordinary = (~needles).nonzero()[:, 0]
     available = torch.searchsorted(ordinary, before)  # ordinary tokens before a query
@@ -286,7 +289,7 @@ def pick(
     found = needles.nonzero()[:, 0]
     known = torch.searchsorted(found, before)  # needles before it
     hits = found[(at * known).long().clamp(max=len(found) - 1)]
-    recent = (before - 1 - (at * (before / 16)).long()).clamp(min=0)
+    recent = (before - 1 - (at * (before.float() / 16)).long()).clamp(min=0)
     hits = torch.where(where < newest, recent, hits)
     return torch.where((which < probability.unsqueeze(-1)) & (known > 0), hits, others)
 

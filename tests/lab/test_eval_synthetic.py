@@ -167,6 +167,19 @@ def test_a_cache_depends_on_its_own_seed_alone():
     assert torch.equal(both.needles[2], alone.needles[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_default_dtype_has_no_say(dtype):
+    options = dict(distractors=4, clustering=0.5, recency=0.3, draft=0.6)
+    expected = caches(**options)
+    try:
+        torch.set_default_dtype(dtype)
+        found = caches(**options)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for x, y in zip(vars(found).values(), vars(expected).values()):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
 def run(method: str, budget: int | None, count: int = 2, context: int = N, **options):
     task = Synthetic(**options)
     return task.run(None, None, task.prompts(None, context, count, 0), rule(method), budget, "once"), task
