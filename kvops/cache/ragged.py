@@ -142,7 +142,8 @@ class Ragged:
 
     def rectangle(self, columns: Tensor, empty: float) -> tuple[Tensor, Tensor]:
         """Copy K and V, [b, Hk, width, d], in the order of `columns`. empty: 0.0 or NaN, the value in the gaps."""
-        at, gap = self._first.unsqueeze(1) + columns.clamp(min=0), (columns < 0).unsqueeze(-1)
+        none = columns < 0
+        at, gap = (self._first.unsqueeze(1) + columns).masked_fill_(none, 0), none.unsqueeze(-1)
 
         def copied(pool: Tensor) -> Tensor:
             rows = _slots(pool)[at]

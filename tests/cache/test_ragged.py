@@ -463,6 +463,20 @@ def test_slots_that_the_caller_keeps():
     torch.testing.assert_close(out.double(), text.attention(before, 40, 1).to(out.device), atol=1e-5, rtol=1e-5)
 
 
+def test_a_row_that_keeps_padding_alone_holds_no_slots():
+    """Its heads have no pages, and it may be the last row."""
+    text = Text(kvops.KeyDiff(100, head_mode="adaptive"), [0, 5])
+    text.step(7)
+    text.cache.keep(torch.arange(3, device=text.k.device))
+    assert text.cache.lengths.tolist() == [[3] * HEADS, [0] * HEADS]
+    for found, want in ((text.cache.k, text.k), (text.cache.v, text.v)):
+        assert torch.equal(found[0], want[0, :, :3]) and not found[1].any()
+    for _ in range(2):
+        before, n = text.cache.positions, text.cache.seen
+        out = text.step(1)
+        torch.testing.assert_close(out.double(), text.attention(before, n, 1).to(out.device), atol=1e-5, rtol=1e-5)
+
+
 def test_a_step_that_does_not_evict_copies_nothing(monkeypatch):
     """Neither rows nor rectangles; and a step that evicts makes one rectangle."""
     made = []
