@@ -21,6 +21,7 @@ from ..ops.checks import KEY_BIAS_SCALES, check_finite, check_int, check_queries
 from ..ops.window import summed_scores
 from .base import Compressed, LayerSpans, Needs, Out, one_shot
 from .budgets import Budget, budget_tokens
+from .precision import without_autocast
 from .queries import Logits
 from .repeating import WORDS, RepeatPolicy, rows_of_chunk, tokens_of_chunk
 from .select import readable_keys
@@ -323,7 +324,8 @@ def fitted(
         k, v = (x[:, own].gather(2, at[:, own, :, None].expand(-1, -1, -1, x.shape[3])).float() for x in (keys, values))
         of_keys = None if before is None else before[:, own]
         rows = Reference(q[:, own], row_weights[:, own], out[:, own], lse[:, own], reference.scale, of_keys)
-        bias, change = _fit(k, v, valid[:, own], rows, max_bias, ridge)
+        with without_autocast(k.device):
+            bias, change = _fit(k, v, valid[:, own], rows, max_bias, ridge)
         biases.append(bias if before is None else bias + before[:, own])
         changed.append(torch.where(valid[:, own, :, None], v + change, v))
     return torch.cat(biases, 1).where(valid, 0.0), torch.cat(changed, 1)

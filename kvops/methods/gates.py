@@ -15,7 +15,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, rms_norm
 
 from ..ops.checks import MAX_LAYERS, check_finite, check_int, inference_only, plain
+from .precision import without_autocast
 from .stored import to_file
 
 WHO = "Gates"
@@ -120,7 +120,7 @@ class Gates:
         key, made = (layer, hidden.device), self._made
         if key not in made:
             made[key] = tuple(x.to(hidden.device, torch.float32) for x in self.layers[layer])
-        with _fp32(hidden.device.type):
+        with without_autocast(hidden.device):
             if hidden.shape[1] == 1:  # a step of decode
                 return _apply(made[key], hidden.float()).reshape(len(hidden), -1, 1)
             parts = [_apply(made[key], x.float()) for x in hidden.split(TOKENS, 1)]
@@ -251,11 +251,6 @@ def _check_layer(i: int, layer: Sequence[Tensor]) -> None:
             raise ValueError(f"{WHO}: layer {i} must be finite in fp32, got values that are not")
 
 
-def _fp32(kind: str) -> AbstractContextManager[None]:
-    """A block without autocast on devices of this kind; entering one costs as much as a gate."""
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-
-
 def _apply(layer: Sequence[Tensor], x: Tensor) -> Tensor:
     """fp32 [.., hidden] -> [.., Hk]."""
     if len(layer) == len(SINK_ATTENTION):
@@ -346,7 +341,7 @@ def fit_gates(
                 f"{op}: hidden and scores of layer {i} must be finite fp64, fp32, fp16 or bf16, got {x.dtype} and "
                 f"{y.dtype}"
             )
-    with torch.inference_mode(False), _fp32(hidden[0].device.type):
+    with torch.inference_mode(False), without_autocast(hidden[0].device):
         if width is None:
             return Gates([_ridge(x.detach(), y.detach(), plain(ridge)) for x, y in zip(hidden, scores)])
         sizes = plain(width), plain(sinks), plain(group)

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize
 from ..ops import anchor_cosine
 from ..ops.checks import check_bool, check_choice, check_int
 from .base import KeyPolicy, Needs
+from .precision import without_autocast
 from .select import gather_rows, readable_keys
 from .view import View
 
@@ -139,7 +140,8 @@ def ablation_scores(op: str, view: View, normalize_anchor: bool, metric: Metric,
     unit = normalize(keys, dim=-1, eps=tiny)
     count = usable.sum(2, keepdim=True)  # [b, Hk, 1, 1]; where it is 0 all scores are NaN anyway
     if anchor == "pairwise":
-        blocks = [-(block @ unit.mT).sum(-1, keepdim=True) for block in unit.split(1024, 2)]
+        with without_autocast(keys.device):
+            blocks = [-(block @ unit.mT).sum(-1, keepdim=True) for block in unit.split(1024, 2)]
         scores = torch.cat(blocks, 2) / count
     else:
         members = unit if normalize_anchor else keys

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import quadratic_scores, value_norm
+from .precision import without_autocast
 from .view import View
 
 #: [hidden, Hq * dv], as torch.nn.Linear stores it, or a list of them, one for each layer that evicts.
@@ -53,7 +54,8 @@ def output_norms(op: str, w_o: Projection | None, v: Tensor, layer: int | None, 
     if weights.shape[1] != heads * dv:
         raise ValueError(f"{op}: w_o must be [hidden, {heads} query heads * {dv}], got {list(weights.shape)}")
     by_head = weights.unflatten(1, (-1, dv)).transpose(0, 1)  # [Hq, hidden, dv]
-    gram = by_head.mT @ by_head
+    with without_autocast(v.device):
+        gram = by_head.mT @ by_head
     return quadratic_scores(v, gram.new_zeros(gram.shape[:2]), cov=gram, scale=2**0.5).clamp(min=0.0).sqrt()
 
 

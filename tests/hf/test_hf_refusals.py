@@ -613,6 +613,22 @@ def test_generation_under_autocast(method, dtype):
                 assert layer.keys.shape[2] < 60
 
 
+WORDS = dict(chunk=25, instruction=(5, 6, 7), next_instruction=(8, 9), suffix=(4,))
+REPEATING = kvops.KVzip(16, plus=True, **WORDS), kvops.AttentionMatching(16, **WORDS)
+
+
+@pytest.mark.parametrize("policy", REPEATING, ids=lambda x: x.name)
+def test_a_second_reading_under_autocast(policy):
+    model = make_model()
+    ids, _ = make_prompts(60)
+    options = dict(max_new_tokens=8, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = kvops.hf.generate(model, policy, ids, **options)
+    assert torch.stack(out.logits).isfinite().all()
+    for layer in out.past_key_values.layers:
+        assert layer.keys.dtype == torch.bfloat16 and layer.keys.shape[2] < 30
+
+
 def test_compiled_models_run_the_cache_as_it_is():
     """Do what a compiled model does in each layer, over a cache that grows."""
     model = use_attention(make_model(num_hidden_layers=1))

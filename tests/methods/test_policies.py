@@ -233,6 +233,17 @@ def test_one_call_is_the_function_and_the_same_in_place(policy):
     assert policy.compress(k, v, *queries, **options, out=out).k is out[0] and kit.same(out, want[:2])
 
 
+@pytest.mark.parametrize(
+    "policy", [*POLICIES.values(), kvops.KeyDiff(20, anchor="pairwise")], ids=[*POLICIES, "keydiff, pairwise"]
+)
+def test_autocast_has_no_say(policy):
+    q, k, v = inputs()
+    queries, options = call_of(policy, q)
+    want = policy.compress(k, v, *queries, **options)
+    with torch.autocast(k.device.type, torch.bfloat16):
+        assert kit.same(policy.compress(k, v, *queries, **options), want)
+
+
 def test_an_unknown_argument_of_a_call_is_named():
     k = torch.randn(1, 1, 8, 4)
     with pytest.raises(TypeError, match=r"KeyDiff\.compress\(\) got an unexpected keyword argument 'start'"):
