@@ -120,7 +120,7 @@ CALLS = [
     Call("lsh_bucket", dram=1.1, l2=1.7, why="the indices and the projection, compared with only 32 keys per head"),
     Call("build_prototypes", conflicts=49),
     Call("assign_prototypes", tokens=4096, dram=1.55, l2=1.55, why="the prototypes, as many as for 131,072 tokens"),
-    Call("quadratic_scores", tokens=2048, dram=3.0, l2=6.6, sectors=1.4, why=COVARIANCES),
+    Call("quadratic_scores", tokens=2048, dram=3.0, l2=7.3, sectors=1.4, why=COVARIANCES),
     Call("trig_scores", conflicts=0.03),
     Call(
         "cluster_mean", dram=1.15, l2=2.7, conflicts=85, why="the sums of the clusters, as many as for 131,072 tokens"
