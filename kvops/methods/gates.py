@@ -369,10 +369,8 @@ def _trained(x: Tensor, y: Tensor, width: int, sinks: int, group: int, seed: int
     if sinks:
         return _trained_beside_sinks(x, y, width, sinks, group, random)
     (mean, std), (y_mean, y_std) = _moments(x), _moments(y)
-    sizes = (width, x.shape[1]), (width,), (y.shape[1], width), (y.shape[1],)
-    maps = [torch.zeros(s, dtype=torch.float32) for s in sizes]
-    for w in maps[::2]:
-        w.normal_(generator=random).div_(math.sqrt(w.shape[1]))
+    first, second = (_normal(random, *s) / math.sqrt(s[1]) for s in ((width, x.shape[1]), (y.shape[1], width)))
+    maps = [first, first.new_zeros(len(first)), second, second.new_zeros(len(second))]
     target = ((y.double() - y_mean) / y_std).float()
     _train(maps, x, mean, std, target, random)
     w1, b1, w2, b2 = (w.detach().double() for w in maps)
@@ -387,17 +385,18 @@ def _trained_beside_sinks(
     """The tensors of an attention to sinks. Its keys have no bias, so the hidden states keep their means."""
     (size, heads), scale = (x.shape[1], y.shape[1]), x.double().square().mean(0).sqrt()
     scale = torch.where(scale > 0, scale, torch.inf)
-    rows, norm = heads * group * width, (width,)
-    sizes = (rows, size), (rows,), (heads * width, size), norm, norm, (heads, 1, sinks, width), (heads, 1, group)
-    w_q, _, w_k, q_norm, k_norm, k_base, _ = maps = [torch.zeros(s, dtype=torch.float32) for s in sizes]
-    for w in (w_q, w_k):
-        w.normal_(generator=random).div_(math.sqrt(size))
-    for w in (q_norm, k_norm):
-        w.fill_(1.0)
-    k_base.normal_(generator=random)  # unlike zeros, sinks that can learn to differ
+    rows = heads * group * width
+    w_q, w_k = (_normal(random, n, size) / math.sqrt(size) for n in (rows, heads * width))
+    k_base = _normal(random, heads, 1, sinks, width)  # unlike zeros, sinks that can learn to differ
+    zeros, ones = k_base.new_zeros, k_base.new_ones
+    maps = [w_q, zeros(rows), w_k, ones(width), ones(width), k_base, zeros(heads, 1, group)]
     _train(maps, x, torch.zeros_like(scale), scale, y.float(), random)
     maps[0], maps[2] = (torch.where(scale < torch.inf, w / scale, 0.0) for w in (maps[0].detach(), maps[2].detach()))
     return [w.detach().float().cpu() for w in maps]
+
+
+def _normal(random: torch.Generator, *size: int) -> Tensor:
+    return torch.randn(size, generator=random, dtype=torch.float32)
 
 
 def _train(maps: list[Tensor], x: Tensor, mean: Tensor, scale: Tensor, target: Tensor, random: torch.Generator) -> None:
