@@ -37,17 +37,28 @@ __device__ inline void copy_async(uint4* to, const void* from, bool there) {
 #endif
 }
 
-// Starts copying one piece of T as stored. Not kWide: from any address, and done when it returns. If the piece is not
-// `there`, it is 0.
+// Starts copying one piece of T as stored. Not kWide: from any address, and done when it returns.
 template <class T, bool kWide>
-__device__ inline void copy_piece(uint4* to, const char* from, bool there = true) {
+__device__ inline void copy_piece(uint4* to, const char* from) {
   if constexpr (!kWide) {
 #pragma unroll 2  // a whole piece at once would spill
-    for (int i = 0; i < kPieceBytes<T> / 4; ++i)
-      reinterpret_cast<unsigned*>(to)[i] = there ? load_word<T>(from + 4 * i) : 0;
+    for (int i = 0; i < kPieceBytes<T> / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = load_word<T>(from + 4 * i);
+  } else if constexpr (kPieceBytes<T> == 8) {
+    copy_async<8>(to, from, true);
   } else {
-    copy_async<kPieceBytes<T>>(to, from, there);
+    copy_async(to, from);
   }
+}
+
+// The same if it is `there`; otherwise writes zeros. A condition costs instructions even where it is always true.
+template <class T, bool kWide>
+__device__ inline void copy_piece(uint4* to, const char* from, bool there) {
+  if constexpr (kWide)
+    copy_async<kPieceBytes<T>>(to, from, there);
+  else if (there)
+    copy_piece<T, false>(to, from);
+  else
+    *to = uint4{};
 }
 
 // Ends a group of copies.

@@ -39,7 +39,7 @@ KVOPS_MMA(Half, "f16")
 KVOPS_MMA(BFloat16, "bf16")
 #undef KVOPS_MMA
 
-// The 11 leading significant bits of x: what tf32 holds.
+// The 11 leading significant bits of x: what tf32 holds. Volatile: outside of a loop, parts would take registers.
 __device__ inline float tf32_part(float x) {
 #ifdef __CUDACC__
   unsigned y;
@@ -50,7 +50,7 @@ __device__ inline float tf32_part(float x) {
 #endif
 }
 
-// The same for tf32. Bits of an element that tf32 does not hold may or may not count.
+// D += A B for tf32. Bits of an element that tf32 does not hold may or may not count.
 __device__ inline void mma_tf32(float (&d)[4], float a0, float a1, float a2, float a3, float b0, float b1) {
 #ifdef __CUDACC__
   asm volatile(

@@ -119,14 +119,6 @@ def call_of(policy, q):
 # The table
 
 
-def test_copies_share_the_settings():
-    """They never change, and some are a model's weights."""
-    w_o = kit.randn(32, 64)
-    policy = kvops.CriticalKV(64, window=16, w_o=w_o)
-    cache = copy.deepcopy(kvops.Cache(policy))
-    assert cache.policy is policy and cache.policy.w_o[0].data_ptr() == w_o.data_ptr()
-
-
 def test_the_table_names_every_policy_that_is_exported():
     exported = {x for x in vars(kvops).values() if isinstance(x, type) and issubclass(x, kvops.Policy)}
     assert {x.policy for x in kvops.METHODS.values()} == exported - {kvops.Policy, *BASES} >= set(CHOSEN)
@@ -254,6 +246,14 @@ def test_an_unknown_argument_of_a_call_is_named():
 
 
 # Settings
+
+
+def test_copies_share_the_settings():
+    """They never change, and some are a model's weights."""
+    w_o = kit.randn(32, 64)
+    policy = kvops.CriticalKV(64, window=16, w_o=w_o)
+    cache = copy.deepcopy(kvops.Cache(policy))
+    assert cache.policy is policy and cache.policy.w_o[0].data_ptr() == w_o.data_ptr()
 
 
 @every_policy
